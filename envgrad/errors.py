@@ -1,0 +1,94 @@
+"""Every error that envgrad raises on purpose.
+
+::
+
+    EnvgradError
+    |-- ConfigurationError (ValueError)       an option or argument that cannot work; raised at construction
+    |   |-- EnvironmentContractError          a class that breaks the environment contract
+    |   `-- ChatTemplateError                 a chat template or tool format that cannot be used
+    |-- EpisodeFailure                        an episode that could not be finished; retried, then dropped
+    |   |-- EnvironmentFailure                reset, get_reward or the environment's own word; user code may raise it
+    |   |-- ResetTimeout                      reset took longer than reset_timeout
+    |   |-- RewardTimeout                     get_reward took longer than reward_timeout
+    |   `-- SamplerFailure                    the sampler could not answer
+    |-- TooManyFailures                       max_consecutive_failed_groups groups in a row were dropped
+    |-- ToolCallError                         a call that does not fit its tool; its text goes back to the model
+    `-- EpisodeDone                           not an error: a tool raises it to end the episode
+
+Messages say the value, the rule and the fix.
+"""
+
+from __future__ import annotations
+
+
+class EnvgradError(Exception):
+    """Base of all errors raised on purpose by envgrad."""
+
+
+class ConfigurationError(EnvgradError, ValueError):
+    """An option or argument that cannot work, named with the rule it breaks and the fix."""
+
+
+class EnvironmentContractError(ConfigurationError, TypeError):
+    """An environment class that breaks the contract; the message names the member and the fix."""
+
+
+class ChatTemplateError(ConfigurationError):
+    """A chat template that cannot render what the episode needs."""
+
+
+class EpisodeFailure(EnvgradError):
+    """An episode that could not be finished. Never a reward of 0: the episode is retried, then dropped and counted."""
+
+    kind = "episode"
+
+
+class EnvironmentFailure(EpisodeFailure):
+    """The environment failed. Environments may raise it themselves from any member, with a message.
+
+    Example:
+        >>> raise EnvironmentFailure("the browser crashed")
+        Traceback (most recent call last):
+        envgrad.errors.EnvironmentFailure: the browser crashed
+    """
+
+    kind = "environment"
+
+
+class ResetTimeout(EpisodeFailure):
+    """``reset`` took longer than ``reset_timeout`` seconds."""
+
+    kind = "reset_timeout"
+
+
+class RewardTimeout(EpisodeFailure):
+    """``get_reward`` took longer than ``reward_timeout`` seconds."""
+
+    kind = "reward_timeout"
+
+
+class SamplerFailure(EpisodeFailure):
+    """The sampler could not answer a request."""
+
+    kind = "sampler"
+
+
+class TooManyFailures(EnvgradError, RuntimeError):
+    """Too many groups in a row were dropped; the cause is chained."""
+
+
+class ToolCallError(EnvgradError):
+    """A tool call that does not fit its tool. Its text goes back to the model as the tool's result."""
+
+
+class EpisodeDone(Exception):  # noqa: N818 - a signal, not an error
+    """Raise it from a tool to end the episode; ``observation`` is the tool's last result.
+
+    Example:
+        >>> EpisodeDone("You win.").observation
+        'You win.'
+    """
+
+    def __init__(self, observation: object = "") -> None:
+        super().__init__(observation)
+        self.observation = observation

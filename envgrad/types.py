@@ -1,0 +1,243 @@
+"""The flow as records, in flow order.
+
+::
+
+    Task -> Turn -> Episode -> Group -> TrainingSample        (then packing.py: Batch)
+
+A token row of one episode with two turns, and what each array holds (all of one length)::
+
+    token_ids   p0  p1  p2 | a0  a1  e | s0  s1 | b0  e        p: opening prompt, a/b: sampled turns,
+    mask         0   0   0 |  1   1  1 |  0   0 |  1  1        s: suffix (separator, tool result, next header),
+    logprobs     0   0   0 | la  la le |  0   0 | lb le        e: the sampled end-of-turn token
+    versions    -1  -1  -1 |  4   4  4 | -1  -1 |  5  5
+
+Sampled ids are never re-encoded; the row only grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+"""A chat message: ``{"role": ..., "content": ...}``, and ``tool_calls``, ``tool_call_id``, ``name`` where they apply."""
+
+Prompt: TypeAlias = str | list[Message] | None
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    DONE = "done"
+    """the environment ended it (``done``, ``StepResult.done``, ``EpisodeDone``)"""
+    ANSWER = "answer"
+    """the model answered without a tool call"""
+    MAX_TURNS = "max_turns"
+    MAX_COMPLETION_LENGTH = "max_completion_length"
+    MAX_TURN_TOKENS = "max_turn_tokens"
+    CONTEXT = "context"
+    """the model's context is full"""
+    EPISODE_TIMEOUT = "episode_timeout"
+    TOOL_TIMEOUT = "tool_timeout"
+    """a tool that cannot be killed ran past ``tool_timeout``; the episode is unscorable"""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit of ours, not the environment or the model, ended the episode."""
+        return self not in (StopReason.DONE, StopReason.ANSWER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task, drawn once from the task stream and given to all siblings of one group.
+
+    Example:
+        >>> task = Task(position=0, split="train", environment="compass", group_id=1 << 60, seed=1 << 61)
+        >>> task.key
+        'train/0'
+    """
+
+    position: int
+    """the draw's number in its split's stream: 0, 1, 2, ..."""
+    split: str
+    environment: str
+    """the environment's name; empty if the task has none"""
+    group_id: int
+    """63 bits, equal inside the group, different between groups; train and eval are disjoint"""
+    seed: int
+    """63 bits, a hash of ``group_id``"""
+    task_index: int | None = None
+    """index into a finite environment or dataset; None for endless ones"""
+    epoch: int = 0
+    """how many passes over the finite data came before this draw"""
+    row: Mapping[str, Any] | None = None
+    """the dataset's row, if there is one"""
+
+    @property
+    def key(self) -> str:
+        return f"{self.split}/{self.position}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call as the model wrote it. ``arguments`` is whatever was parsed; ``error`` says why it cannot be run.
+
+    Example:
+        >>> ToolCall(id="call_0", name="guess", arguments={"number": 3}).error is None
+        True
+    """
+
+    id: str
+    name: str | None
+    arguments: Any
+    error: str | None = None
+    """set if the call's text was malformed: it goes back to the model as the call's result"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutcome:
+    """One executed (or refused) tool call and its result."""
+
+    call: ToolCall
+    content: str
+    ok: bool
+    """False if the call was malformed, refused by its schema, or raised"""
+    reward: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One sampled answer and what the environment did with it."""
+
+    start: int
+    """index in the episode's row of the first sampled token"""
+    num_tokens: int
+    policy_version: int
+    message: Message
+    outcomes: tuple[ToolOutcome, ...] = ()
+    observation: str | None = None
+    """what ``step`` returned, in environments that read free text"""
+    reward: float | None = None
+    """sum of the rewards given for this turn"""
+    sample_seconds: float = 0.0
+    tool_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One finished episode as one append-only token row.
+
+    Example:
+        >>> task = Task(position=0, split="train", environment="e", group_id=1, seed=2)
+        >>> episode = Episode(task=task, sibling=0, token_ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.1, -0.2),
+        ...     versions=(-1, 0, 0), prompt_length=1, messages=(), turns=(), stop_reason=StopReason.ANSWER, reward=1.0)
+        >>> episode.completion_length, episode.truncated
+        (2, False)
+    """
+
+    task: Task
+    sibling: int
+    attempt: int = 0
+    token_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    prompt_length: int
+    messages: tuple[Message, ...]
+    """the whole chat: opening, then assistant, tool and user messages as they came"""
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    reward: float | None
+    """sum of turn rewards and ``get_reward()``; None if unscorable"""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """the reward's named components"""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """wall-clock seconds by phase: reset, sample, tools, reward"""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise AssertionError(f"token_ids, mask, logprobs and versions must have one length, got {sorted(lengths)}")
+
+    @property
+    def completion_length(self) -> int:
+        """Tokens after the opening prompt, tool results included."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(self.mask)
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason.truncated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedEpisode:
+    """An episode that was dropped after its retries."""
+
+    task: Task
+    sibling: int
+    attempts: int
+    kind: str
+    """``EpisodeFailure.kind`` of the last attempt"""
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The finished siblings of one task, in sibling order. ``failures`` are counted, never trained."""
+
+    task: Task
+    episodes: tuple[Episode, ...]
+    failures: tuple[FailedEpisode, ...] = ()
+    start_mismatch: str | None = None
+    """how the siblings' starts differ, naming the attribute; None if they do not"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One row to train: an episode's tokens with an advantage on each sampled one.
+
+    ``advantages`` is per token (a per-turn credit gives turns different values); it is 0 where ``mask`` is 0.
+
+    Example:
+        >>> sample = TrainingSample(token_ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.1, -0.2), versions=(-1, 0, 0),
+        ...     advantages=(0.0, 0.5, 0.5), prompt_length=1, group="train/0")
+        >>> sample.num_trained_tokens
+        2
+    """
+
+    token_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    advantages: tuple[float, ...]
+    prompt_length: int
+    group: str
+    """samples with one ``group`` and equal first ``prompt_length`` tokens share their prompt's forward pass"""
+    truncated: bool = False
+    episode: Episode | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {
+            "token_ids": len(self.token_ids),
+            "mask": len(self.mask),
+            "logprobs": len(self.logprobs),
+            "versions": len(self.versions),
+            "advantages": len(self.advantages),
+        }
+        if len(set(lengths.values())) != 1:
+            raise AssertionError(f"all arrays of a TrainingSample must have one length, got {lengths}")
+        if not 0 < self.prompt_length <= len(self.token_ids):
+            raise AssertionError(f"prompt_length must be in 1..{len(self.token_ids)}, got {self.prompt_length}")
+        if any(self.mask[: self.prompt_length]):
+            raise AssertionError("the opening prompt is never trained: its mask must be 0")
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(self.mask)

@@ -1,0 +1,204 @@
+"""Rewards of a group -> advantages. Pure functions over plain floats.
+
+Rewards come as groups (one inner sequence per task, one value per sibling); advantages come back in the same shape::
+
+    [[1.0, 0.0, None], [0.5, 0.5, 0.5]]  ->  [[0.707, -0.707, 0.0], [0.0, 0.0, 0.0]]
+
+``None`` and NaN mean *unscorable*: such a sibling is in no mean and no standard deviation, and its advantage is 0. A
+group with fewer than two scored siblings, or with equal rewards, has nothing to compare: its advantages are exactly 0
+(not rounding dust, which dividing by a tiny deviation would blow up).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias, get_args
+
+from envgrad.errors import ConfigurationError
+
+Rewards: TypeAlias = Sequence[float | None]
+"""One group's rewards in sibling order; None or NaN where unscorable."""
+
+ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
+
+
+def grpo_advantages(
+    groups: Sequence[Rewards], scale_rewards: ScaleRewards = "group", eps: float = 1e-4
+) -> list[list[float]]:
+    """Group-relative advantages: ``A_i = (r_i - mean(r)) / (s + eps)``.
+
+    ``mean`` is over the group's scored siblings. ``s`` is, by ``scale_rewards``:
+
+    - ``"group"``: the standard deviation of the group's scored rewards (GRPO, arXiv:2402.03300, section 4.1);
+    - ``"batch"``: the standard deviation of all scored rewards of all groups;
+    - ``"none"``: no division, ``A_i = r_i - mean(r)`` (Dr. GRPO, arXiv:2503.20783: dividing by the group's deviation
+      weighs questions that are too easy or too hard more than others).
+
+    Standard deviations are the unbiased ones (divisor ``n - 1``).
+
+    Degenerate cases: unscorable sibling, fewer than two scored siblings, equal rewards -> 0.
+
+    Raises:
+        ConfigurationError: an unknown ``scale_rewards``, a negative ``eps``, or an infinite reward.
+
+    Example:
+        >>> grpo_advantages([[1.0, None, 0.0, 2.0]], "none")
+        [[0.0, 0.0, -1.0, 1.0]]
+        >>> [round(a, 3) for a in grpo_advantages([[0.0, 0.0, 1.0, 1.0]])[0]]
+        [-0.866, -0.866, 0.866, 0.866]
+    """
+    if scale_rewards not in get_args(ScaleRewards):
+        raise ConfigurationError(
+            f"scale_rewards={scale_rewards!r} is not known; use one of {', '.join(map(repr, get_args(ScaleRewards)))}"
+        )
+    _check_eps(eps)
+    _check_finite(groups)
+    batch_std = _std(_scored(reward for group in groups for reward in group)) if scale_rewards == "batch" else 0.0
+
+    def advantages(scored: list[float]) -> list[float]:
+        mean = _mean(scored)
+        if scale_rewards == "none":
+            return [reward - mean for reward in scored]
+        divisor = (batch_std if scale_rewards == "batch" else _std(scored)) + eps
+        # a deviation can round to 0 between rewards that differ in their last bits
+        return [(reward - mean) / divisor if divisor > 0.0 else 0.0 for reward in scored]
+
+    return [_credit(group, advantages) for group in groups]
+
+
+def rloo_advantages(groups: Sequence[Rewards], normalize: bool = False, eps: float = 1e-4) -> list[list[float]]:
+    """Leave-one-out advantages: ``A_i = r_i - sum_{j != i} r_j / (n - 1)`` over the group's ``n`` scored siblings.
+
+    REINFORCE with the mean reward of the *other* samples as baseline, which is independent of sample ``i`` and so
+    leaves the gradient unbiased (RLOO, arXiv:2402.14740, equation 8). It equals ``n / (n - 1) * (r_i - mean(r))``.
+
+    ``normalize=True`` then standardises over the whole batch: ``(A - mean(A)) / (std(A) + eps)`` over every scored
+    sibling of every group with at least two scored ones, with the unbiased deviation.
+
+    Degenerate cases: unscorable sibling, fewer than two scored siblings, equal rewards -> 0.
+
+    Raises:
+        ConfigurationError: a negative ``eps`` or an infinite reward.
+
+    Example:
+        >>> rloo_advantages([[1.0, 0.0, 2.0], [3.0, None, 1.0]])
+        [[0.0, -1.5, 1.5], [2.0, 0.0, -2.0]]
+    """
+    _check_eps(eps)
+    _check_finite(groups)
+
+    def leave_one_out(scored: list[float]) -> list[float]:
+        total = math.fsum(scored)
+        return [reward - (total - reward) / (len(scored) - 1) for reward in scored]
+
+    advantages = [_credit(group, leave_one_out) for group in groups]
+    return _standardise(advantages, groups, eps) if normalize else advantages
+
+
+def gdpo_advantages(
+    groups: Sequence[Sequence[Rewards]], weights: Sequence[float], eps: float = 1e-4
+) -> list[list[float]]:
+    """Normalise each reward component inside its group, sum with ``weights``, then standardise over the batch.
+
+    ``groups[g][k]`` holds component ``k`` of group ``g``, one value per sibling. With ``z_ik`` the GRPO advantage of
+    component ``k`` alone, ``s_i = sum_k w_k z_ik`` and ``A_i = (s_i - mean(s)) / (std(s) + eps)`` over all scored
+    siblings of the batch (GDPO, arXiv:2601.05242): a component with a small spread is not drowned by one with a large
+    spread, and different combinations of components do not collapse into one advantage.
+
+    Degenerate cases: a component that is unscorable for a sibling, or that nobody else of its group has, adds 0 to
+    it; a sibling without any scored component, a group with fewer than two scored siblings, equal sums -> 0.
+
+    Raises:
+        ConfigurationError: a group whose number of components is not ``len(weights)``, components of unequal lengths,
+            a negative ``eps``, or an infinite reward.
+
+    Example:
+        >>> [round(a, 3) for a in gdpo_advantages([[[1.0, 0.0], [0.0, 100.0]]], weights=[2.0, 1.0])[0]]
+        [0.707, -0.707]
+    """
+    _check_eps(eps)
+    sums: list[list[float]] = []
+    scored: list[list[float | None]] = []
+    for number, components in enumerate(groups):
+        if len(components) != len(weights):
+            raise ConfigurationError(
+                f"group {number} has {len(components)} reward components, but there are {len(weights)} weights; "
+                "give one weight per component"
+            )
+        lengths = {len(component) for component in components}
+        if len(lengths) > 1:
+            raise ConfigurationError(
+                f"group {number} has components with {sorted(lengths)} rewards; each needs one reward per sibling"
+            )
+        parts = grpo_advantages(components, "group", eps)
+        total = [
+            math.fsum(weight * part for weight, part in zip(weights, sibling, strict=True))
+            for sibling in zip(*parts, strict=True)
+        ]
+        has_reward = [bool(_scored(sibling)) for sibling in zip(*components, strict=True)]
+        sums.append([value if has else 0.0 for value, has in zip(total, has_reward, strict=True)])
+        scored.append([value if has else None for value, has in zip(total, has_reward, strict=True)])
+    return _standardise(sums, scored, eps)
+
+
+def _credit(group: Rewards, advantages: Callable[[list[float]], list[float]]) -> list[float]:
+    """``advantages`` of the group's scored rewards, put back in sibling order; 0 elsewhere and in degenerate groups."""
+    scored = _scored(group)
+    if len(scored) < 2 or min(scored) == max(scored):
+        return [0.0] * len(group)
+    values = iter(advantages(scored))
+    return [next(values) if _is_scored(reward) else 0.0 for reward in group]
+
+
+def _standardise(advantages: list[list[float]], groups: Sequence[Rewards], eps: float) -> list[list[float]]:
+    """Standardise over the scored siblings of groups that have at least two of them; everyone else gets 0."""
+    taken = [[len(_scored(group)) > 1 and _is_scored(reward) for reward in group] for group in groups]
+    pool = [
+        value
+        for values, flags in zip(advantages, taken, strict=True)
+        for value, flag in zip(values, flags, strict=True)
+        if flag
+    ]
+    if len(pool) < 2 or min(pool) == max(pool):
+        return [[0.0] * len(values) for values in advantages]
+    mean, divisor = _mean(pool), _std(pool) + eps
+    return [
+        [(value - mean) / divisor if flag and divisor > 0.0 else 0.0 for value, flag in zip(values, flags, strict=True)]
+        for values, flags in zip(advantages, taken, strict=True)
+    ]
+
+
+def _is_scored(reward: float | None) -> bool:
+    return reward is not None and not math.isnan(reward)
+
+
+def _scored(rewards: Iterable[float | None]) -> list[float]:
+    return [float(reward) for reward in rewards if reward is not None and not math.isnan(reward)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    """Unbiased standard deviation (divisor ``n - 1``); 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _check_eps(eps: float) -> None:
+    if not eps >= 0.0 or math.isinf(eps):
+        raise ConfigurationError(f"eps={eps!r} must be a number of at least 0, as 1e-4")
+
+
+def _check_finite(groups: Sequence[Rewards]) -> None:
+    for number, group in enumerate(groups):
+        for sibling, reward in enumerate(group):
+            if reward is not None and math.isinf(reward):
+                raise ConfigurationError(
+                    f"the reward of sibling {sibling} in group {number} is {reward}; rewards must be finite, "
+                    "or None where a sibling cannot be scored"
+                )

@@ -1,0 +1,55 @@
+"""What an algorithm is: credit, weights and a loss. Everything else is the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from envgrad.logprobs import EntropyMode
+from envgrad.losses import LossInputs, LossOutputs
+from envgrad.packing import StepTotals
+from envgrad.types import Group, TrainingSample
+
+
+class Algorithm(Protocol):
+    """Groups -> samples with credit -> loss weights -> loss.
+
+    In a training step::
+
+        samples = algorithm.credit(groups)
+        totals = algorithm.totals(samples)                      # summed over processes
+        batch = pack(samples, algorithm.weights(samples, totals), totals=totals)
+        for micro_batch in batch.micro_batches:
+            outputs = policy_logprobs(model, micro_batch, entropy=algorithm.entropy)
+            algorithm.loss(LossInputs.of(micro_batch, outputs)).loss.backward()
+    """
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``loss`` reads a reference model's log-probs."""
+        ...
+
+    @property
+    def entropy(self) -> EntropyMode:
+        """How ``loss`` uses entropies."""
+        ...
+
+    def credit(self, groups: Sequence[Group]) -> list[TrainingSample]:
+        """A sample for each episode that can be scored, with an advantage on each of its sampled tokens."""
+        ...
+
+    def totals(self, samples: Sequence[TrainingSample]) -> StepTotals:
+        """The denominators that ``samples`` contribute."""
+        ...
+
+    def weights(self, samples: Sequence[TrainingSample], totals: StepTotals | None = None) -> list[float]:
+        """Each sample's loss weight, given the whole step's totals (these samples' own if None)."""
+        ...
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        """A micro-batch's share of the step's loss."""
+        ...
+
+    def has_signal(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether the step's loss has any gradient. Without one no backward runs and no weight moves."""
+        ...

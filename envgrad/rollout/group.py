@@ -1,0 +1,246 @@
+"""One group: one task, G siblings with one start, retries, and the group's own reward.
+
+Failure policy (a failed episode is never a reward of 0): retried on a fresh instance with the same task, then dropped and
+counted; a group that keeps fewer than two scored siblings is of no use to its trainer, which draws another task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from envgrad.environments.boundary import Ok, Raised, call_user
+from envgrad.environments.contract import read_group_rewards
+from envgrad.environments.pool import InstancePool
+from envgrad.environments.start import StartMode, compare_starts, decide_start, fingerprint, fork_instance
+from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, RewardTimeout
+from envgrad.rollout.episode import EpisodeContext, EpisodeStart, Opening, play, session_of, start, value_or_failure
+from envgrad.rollout.loop import gather_or_cancel
+from envgrad.sampling.sampler import Session
+from envgrad.types import Episode, FailedEpisode, Group, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPolicy:
+    """How groups are played: size, retries, and what a difference of starts means."""
+
+    num_generations: int
+    max_episode_retries: int = 2
+    group_consistency: str = "auto"
+
+
+@dataclass(slots=True)
+class _Sibling:
+    """One sibling's way to its episode: a start, or the failure of it."""
+
+    number: int
+    begin: EpisodeStart | None = None
+    episode: Episode | None = None
+    failure: EpisodeFailure | None = None
+    attempts: int = 0
+    session: Session | None = None
+
+
+@dataclass(slots=True)
+class GroupRun:
+    """Plays one group. ``run`` is called once."""
+
+    context: EpisodeContext
+    pool: InstancePool
+    policy: GroupPolicy
+    task: Task
+    siblings: list[_Sibling] = field(init=False)
+    pristine: object | None = field(init=False, default=None)
+    opening: Opening | None = field(init=False, default=None)
+    mismatch: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.siblings = [_Sibling(number) for number in range(self.policy.num_generations)]
+
+    async def run(self) -> Group:
+        """Start all siblings, compare their starts, play them concurrently, score them together."""
+        # Sessions begin before their resets: a sampler that waits for all open sessions then waits for slow resets too.
+        for sibling in self.siblings:
+            self._begin_session(sibling)
+        try:
+            await self._start_all()
+            if self.policy.group_consistency != "off":
+                self._compare()
+            await gather_or_cancel([self._play(sibling) for sibling in self.siblings])
+            await self._group_reward()
+        finally:
+            for sibling in self.siblings:
+                self._end_session(sibling)
+            await self._release_all()
+        failures = [
+            FailedEpisode(
+                task=self.task,
+                sibling=sibling.number,
+                attempts=sibling.attempts,
+                kind=sibling.failure.kind,
+                error=sibling.failure,
+            )
+            for sibling in self.siblings
+            if sibling.failure is not None and sibling.episode is None
+        ]
+        episodes = tuple(sibling.episode for sibling in self.siblings if sibling.episode is not None)
+        return Group(task=self.task, episodes=episodes, failures=tuple(failures), start_mismatch=self.mismatch)
+
+    def _begin_session(self, sibling: _Sibling) -> None:
+        """Open the session of the sibling's next attempt before the last one's is closed."""
+        last, sibling.session = sibling.session, session_of(self.task, sibling.number, sibling.attempts)
+        self.context.sampler.begin(sibling.session)
+        if last is not None:
+            self.context.sampler.end(last)
+
+    def _end_session(self, sibling: _Sibling) -> None:
+        if sibling.session is not None:
+            self.context.sampler.end(sibling.session)
+            sibling.session = None
+
+    # -- starting
+
+    async def _start_all(self) -> None:
+        first = self.siblings[0]
+        await self._start_fresh(first)
+        if first.begin is None:
+            # Its retries are made when it is played; the others start for themselves.
+            await gather_or_cancel([self._start_fresh(sibling) for sibling in self.siblings[1:]])
+            return
+        self.opening = first.begin.opening
+        mode = decide_start(self.context.spec, self.task, first.begin.instance)
+        if mode in (StartMode.FORK, StartMode.COPY) and self.policy.num_generations > 1:
+            await self._fork_all(first.begin)
+        else:
+            await gather_or_cancel([self._start_fresh(sibling) for sibling in self.siblings[1:]])
+
+    async def _start_fresh(self, sibling: _Sibling) -> None:
+        """Reset an instance of the pool for ``sibling``; a failure is kept on it."""
+        try:
+            instance = await self.pool.acquire()
+        except EpisodeFailure as failure:
+            sibling.failure = failure
+            return
+        try:
+            sibling.begin = await start(self.context, instance, self.task, self.opening)
+            sibling.failure = None
+        except EpisodeFailure as failure:
+            sibling.failure = failure
+            await self.pool.discard(instance)
+        except BaseException:
+            await self.pool.discard(instance)
+            raise
+
+    async def _fork_all(self, begin: EpisodeStart) -> None:
+        """Fork one reset instance for every other sibling, and one more that stays pristine for retries."""
+        self.pristine = await self._fork(begin.instance)
+        for sibling in self.siblings[1:]:
+            await self._start_forked(sibling)
+
+    async def _start_forked(self, sibling: _Sibling) -> None:
+        opening = self.opening
+        if self.pristine is None or opening is None:
+            raise AssertionError("a fork needs a pristine instance")
+        try:
+            sibling.begin = EpisodeStart(instance=await self._fork(self.pristine), opening=opening)
+            sibling.failure = None
+        except EpisodeFailure as failure:
+            sibling.failure = failure
+
+    async def _fork(self, instance: object) -> object:
+        where = f"{self.context.spec.name}.fork"
+        outcome = await call_user(
+            where, fork_instance, instance, workers=self.context.workers, timeout=self.context.limits.reset_timeout
+        )
+        match outcome:
+            case Ok(value=copy):
+                self.pool.adopt(copy)
+                return copy
+            case Raised(error=error):
+                raise EnvironmentFailure(f"{where} raised {type(error).__name__}: {error}") from error
+        raise EnvironmentFailure(f"{where} took longer than {self.context.limits.reset_timeout} s")
+
+    def _compare(self) -> None:
+        spec = self.context.spec
+        begun = [sibling.begin for sibling in self.siblings if sibling.begin is not None]
+        if len(begun) < 2:
+            return
+        first, *others = (
+            fingerprint(begin.instance, spec, begin.opening.messages, begin.opening.tools) for begin in begun
+        )
+        differences = (compare_starts(first, other) for other in others)
+        self.mismatch = next((difference for difference in differences if difference is not None), None)
+        if self.mismatch is not None and self.policy.group_consistency == "require":
+            raise EnvironmentContractError(
+                f"siblings of one group of {spec.name} start differently: {self.mismatch}; let reset take `seed` or "
+                "`group_id` and draw the task from it, or define fork() (group_consistency='require')"
+            )
+
+    # -- playing
+
+    async def _play(self, sibling: _Sibling) -> None:
+        """Play ``sibling``, retrying on fresh instances with the same task."""
+        while True:
+            sibling.attempts += 1
+            if sibling.begin is not None:
+                try:
+                    sibling.episode = await play(
+                        self.context, sibling.begin, self.task, sibling.number, sibling.attempts - 1
+                    )
+                    sibling.failure = None
+                    return
+                except EpisodeFailure as failure:
+                    sibling.failure = failure
+                    sibling.begin.usable = False
+            await self._release(sibling)
+            if sibling.attempts > self.policy.max_episode_retries:
+                self._end_session(sibling)
+                return
+            self._begin_session(sibling)
+            await (self._start_forked(sibling) if self.pristine is not None else self._start_fresh(sibling))
+
+    async def _group_reward(self) -> None:
+        """``group_reward`` scores the siblings together; its numbers are added to their own rewards."""
+        spec = self.context.spec
+        scored = [s for s in self.siblings if s.episode is not None and s.begin is not None and s.begin.usable]
+        if not spec.has_group_reward or not scored:
+            return
+        where, timeout = f"{spec.name}.group_reward", self.context.limits.reward_timeout
+        instances = [sibling.begin.instance for sibling in scored if sibling.begin is not None]
+        group_reward: Callable[..., object] = type(instances[0]).group_reward  # type: ignore[attr-defined]
+        outcome = await call_user(where, group_reward, instances, workers=self.context.workers, timeout=timeout)
+        try:
+            value = value_or_failure(outcome, where, RewardTimeout, timeout)
+            rewards = read_group_rewards(value, len(scored), where)
+        except EpisodeFailure as failure:
+            for sibling in scored:
+                sibling.episode, sibling.failure = None, failure
+            return
+        for sibling, reward in zip(scored, rewards, strict=True):
+            if sibling.episode is not None:
+                sibling.episode = _with_group_reward(sibling.episode, reward)
+
+    # -- ending
+
+    async def _release(self, sibling: _Sibling) -> None:
+        if sibling.begin is None:
+            return
+        begin, sibling.begin = sibling.begin, None
+        # Forked instances are not reset again: another group is forked from its own.
+        if begin.usable and self.pristine is None:
+            self.pool.release(begin.instance)
+        else:
+            await self.pool.discard(begin.instance)
+
+    async def _release_all(self) -> None:
+        pristine, self_pristine = self.pristine, self.pristine is not None
+        await asyncio.gather(*(self._release(sibling) for sibling in self.siblings))
+        if self_pristine:
+            await self.pool.discard(pristine)
+            self.pristine = None
+
+
+def _with_group_reward(episode: Episode, reward: float | None) -> Episode:
+    total = None if reward is None else reward + (episode.reward or 0.0)
+    return replace(episode, reward=total, rewards=dict(episode.rewards) | {"group": reward})

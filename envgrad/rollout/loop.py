@@ -1,0 +1,65 @@
+"""The rollouts' asyncio loop, in a thread of its own: it works in a notebook, and decoding never blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class RolloutLoop:
+    """An asyncio event loop in a daemon thread.
+
+    Example:
+        >>> loop = RolloutLoop()
+        >>> loop.run(asyncio.sleep(0, result=3))
+        3
+        >>> loop.close()
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="envgrad-rollouts", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Run ``coroutine`` on the loop and wait for it; an interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel what still runs, stop the loop and join its thread. Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def gather_or_cancel(coroutines: Sequence[Coroutine[object, object, T]]) -> list[T]:
+    """All results in order; if one raises, the others are cancelled, awaited, and its error goes on as it is."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,184 @@
+"""Logits -> tokens and log-probs, fused over the batch.
+
+Each row draws one uniform number from a counter-based hash of (its seed, the index of the token in its answer), and takes
+the token where the cumulative distribution passes it. So a row's tokens do not depend on what else is in the batch, on the
+order of arrival, or on any generator's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from envgrad.errors import ConfigurationError
+from envgrad.sampling.sampler import SamplingParams
+
+_UNIFORM_BITS = 48
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse parameters that mean nothing.
+
+    Raises:
+        ConfigurationError: naming the parameter, its value and its range.
+
+    Example:
+        >>> check_params(SamplingParams(max_tokens=4, top_p=0.0))
+        Traceback (most recent call last):
+        envgrad.errors.ConfigurationError: top_p must be in (0, 1], got 0.0
+    """
+    rules = (
+        ("max_tokens", params.max_tokens, params.max_tokens >= 1, "at least 1"),
+        ("temperature", params.temperature, 0.0 <= params.temperature < float("inf"), "finite and at least 0"),
+        ("top_p", params.top_p, 0.0 < params.top_p <= 1.0, "in (0, 1]"),
+        ("top_k", params.top_k, params.top_k >= 0, "at least 0 (0 keeps all)"),
+        ("min_p", params.min_p, 0.0 <= params.min_p <= 1.0, "in [0, 1]"),
+        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0.0, "above 0"),
+        ("stop_strings", params.stop_strings, all(params.stop_strings), "non-empty strings"),
+    )
+    for name, value, valid, rule in rules:
+        if not valid:
+            raise ConfigurationError(f"{name} must be {rule}, got {value!r}")
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """One number in (0, 1) per row, a function of its seed and position alone (SplitMix64, Steele et al. 2014, applied
+    to the seed and then to the position).
+
+    Example:
+        >>> a, b = uniforms([7, 7], [0, 1]), uniforms([8, 7], [0, 1])
+        >>> bool(a[1] == b[1]), bool(a[0] == b[0]), bool(a[0] == a[1])
+        (True, False, False)
+    """
+    state = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
+    counter = np.array(positions, dtype=np.uint64)
+    for word in (_STEP, (counter + np.uint64(1)) * _STEP):
+        state = state + word
+        state = (state ^ (state >> np.uint64(30))) * _MIX[0]
+        state = (state ^ (state >> np.uint64(27))) * _MIX[1]
+        state = state ^ (state >> np.uint64(31))
+    whole = (state >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64)
+    return (whole + 0.5) * 2.0**-_UNIFORM_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The parameters of the rows of one batch; built once for as long as the same rows decode together."""
+
+    params: tuple[SamplingParams, ...]
+    seeds: tuple[int, ...]
+    temperature: Tensor
+    """(B, 1) float32, 1 for greedy rows"""
+    greedy: Tensor | None
+    """(B,) bool; None if no row is greedy"""
+    shaped: tuple[int, ...]
+    """rows whose sampling distribution is not the full one (top-k, top-p, min-p, penalty)"""
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
+        greedy = [one.greedy for one in params]
+        temperature = [1.0 if one.greedy else one.temperature for one in params]
+        return cls(
+            params=tuple(params),
+            seeds=tuple(one.seed for one in params),
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            shaped=tuple(row for row, one in enumerate(params) if _is_shaped(one)),
+        )
+
+
+def _is_shaped(params: SamplingParams) -> bool:
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0 or params.repetition_penalty != 1.0
+
+
+def sample_tokens(
+    logits: Tensor, batch: SamplingBatch, positions: Sequence[int], histories: Sequence[Sequence[int]]
+) -> tuple[list[int], list[float]]:
+    """Sample one token per row.
+
+    Args:
+        logits: (B, V), any float dtype.
+        batch: the rows' parameters.
+        positions: index of the token in its row's answer, for each row.
+        histories: each row's tokens so far (prompt and answer), read by the repetition penalty only.
+
+    Returns:
+        Tokens, and their log-probs under the full temperature-scaled distribution (temperature 1 for greedy rows).
+
+    Raises:
+        FloatingPointError: a row's logits are not finite.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+        >>> batch = SamplingBatch.of([SamplingParams(max_tokens=1, temperature=0.0)], logits.device)
+        >>> sample_tokens(logits, batch, [0], [[]])[0]
+        [1]
+    """
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
+    scores = logprobs if not batch.shaped else _shape(logits, logprobs, batch, histories)
+    cumulative = scores.softmax(-1).cumsum(-1, dtype=wide) if batch.shaped else scores.exp().cumsum(-1, dtype=wide)
+    total = cumulative[:, -1:]
+    draw = torch.from_numpy(uniforms(batch.seeds, positions)).to(total.device, wide).unsqueeze(1) * total
+    # strictly below the total, so that the first entry above it exists and has probability above zero
+    draw = torch.minimum(draw, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, draw, right=True).clamp_(max=logits.shape[1] - 1)
+    if batch.greedy is not None:
+        tokens = torch.where(batch.greedy.unsqueeze(1), scores.argmax(-1, keepdim=True), tokens)
+    picked = logprobs.gather(1, tokens)
+    # one transfer for both: token ids are exact in either float type
+    pair = torch.cat((tokens.to(wide), picked.to(wide)), dim=1).tolist()
+    values = [row[1] for row in pair]
+    if any(value != value for value in values):
+        bad = next(row for row, value in enumerate(values) if value != value)
+        raise FloatingPointError(
+            f"the model's logits are not finite in row {bad} of {len(values)}; the weights have diverged "
+            "(lower the learning rate, or set max_grad_norm)"
+        )
+    return [int(row[0]) for row in pair], values
+
+
+def _shape(logits: Tensor, logprobs: Tensor, batch: SamplingBatch, histories: Sequence[Sequence[int]]) -> Tensor:
+    """Scores (B, V) of the sampling distribution, minus infinity where a token is cut; in the order of
+    ``transformers``: penalty, temperature, top-k, top-p, min-p."""
+    index = torch.tensor(batch.shaped, device=logits.device)
+    params = [batch.params[row] for row in batch.shaped]
+    scores = logits.index_select(0, index)
+    for row, one in enumerate(params):
+        if one.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(histories[batch.shaped[row]])), dtype=torch.long, device=logits.device)
+            value = scores[row, seen]
+            penalty = one.repetition_penalty
+            scores[row, seen] = torch.where(value > 0, value / penalty, value * penalty)
+    scores = scores / batch.temperature.index_select(0, index)
+    vocabulary = scores.shape[1]
+    if any(one.top_k for one in params):
+        keep = _column([one.top_k or vocabulary for one in params], scores, torch.long).clamp(max=vocabulary)
+        largest = min(max(one.top_k for one in params), vocabulary)
+        threshold = scores.topk(largest, dim=-1).values.gather(1, keep.clamp(max=largest) - 1)
+        scores = scores.masked_fill((scores < threshold) & (keep < vocabulary), float("-inf"))
+    if any(one.top_p < 1.0 for one in params):
+        ordered, order = scores.sort(dim=-1, descending=True)
+        mass = ordered.softmax(-1)
+        before = mass.cumsum(-1) - mass
+        # the smallest set that reaches top_p: a token stays if the mass before it does not reach it yet
+        top_p = _column([one.top_p for one in params], scores)
+        cut = (before >= top_p) & (top_p < 1.0)
+        cut[:, 0] = False
+        scores = scores.masked_fill(torch.zeros_like(cut).scatter_(1, order, cut), float("-inf"))
+    if any(one.min_p > 0.0 for one in params):
+        floor = _column([one.min_p for one in params], scores).log()
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + floor, float("-inf"))
+    return logprobs.index_copy(0, index, scores)
+
+
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device).unsqueeze(1)

@@ -1,0 +1,140 @@
+"""How the starter is made: a tokenizer, random transcripts, and supervised training on the assistant's tokens only."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from envgrad.starter.tokenizer import ASSISTANT, END, build_tokenizer
+from envgrad.starter.transcripts import Chat, Game, draw_chat, load_games
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that decides the starter's weights."""
+
+    seed: int = 0
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    hidden: int = 192
+    """width of the feed-forward layers"""
+    steps: int = 400
+    chats_per_step: int = 48
+    learning_rate: float = 4e-3
+    warmup_steps: int = 20
+    tokenizer_chats: int = 3000
+
+
+def make_starter(
+    folder: Path, *, examples: Path, recipe: Recipe | None = None, report: Callable[[str], None] = print
+) -> None:
+    """Make the starter from a seed and save it to ``folder``.
+
+    One seed gives one result on one machine and thread count; elsewhere float rounding differs.
+
+    Raises:
+        ConfigurationError: ``examples`` does not hold the example environments.
+    """
+    recipe = recipe or Recipe()
+    games = load_games(examples)
+    rng = random.Random(recipe.seed)
+    tokenizer = make_tokenizer(rng, games, recipe.tokenizer_chats)
+    torch.manual_seed(recipe.seed)
+    model = new_model(tokenizer, recipe)
+    report(f"{len(tokenizer)} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
+    train(model, tokenizer, rng, games, recipe, report)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    report(f"saved to {folder}")
+
+
+def make_tokenizer(rng: random.Random, games: dict[str, Game], chats: int) -> PreTrainedTokenizerFast:
+    """Learn the tokenizer from ``chats`` transcripts."""
+    blank = build_tokenizer([])
+    return build_tokenizer(render(blank, draw_chat(rng, games)) for _ in range(chats))
+
+
+def render(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> str:
+    text = tokenizer.apply_chat_template(chat.messages, tools=chat.tools or None, tokenize=False)
+    if not isinstance(text, str):
+        raise AssertionError("one chat renders to one text")
+    return text
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
+    """A random model: width^-0.5 as the initial deviation, which a model this narrow needs to learn quickly."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        max_position_embeddings=tokenizer.model_max_length,
+        initializer_range=recipe.width**-0.5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    games: dict[str, Game],
+    recipe: Recipe,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Supervised training on fresh transcripts, each seen once."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    started = time.perf_counter()
+    for step in range(recipe.steps):
+        warmup = (step + 1) / recipe.warmup_steps
+        decay = (recipe.steps - step) / (recipe.steps - recipe.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min(1.0, warmup, decay)
+        chats = [draw_chat(rng, games) for _ in range(recipe.chats_per_step)]
+        loss = chat_loss(model, tokenizer, chats)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0:
+            seconds = time.perf_counter() - started
+            report(f"step {step + 1}/{recipe.steps}: loss {loss.item():.3f} per assistant token, {seconds:.0f} s")
+
+
+def chat_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: Sequence[Chat]) -> Tensor:
+    """Mean cross-entropy (nats) of the assistant's tokens, the end of each turn included."""
+    rows = tokenizer(
+        [render(tokenizer, chat) for chat in chats], padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
+    )
+    ids = rows["input_ids"]
+    output = model(input_ids=ids, attention_mask=rows["attention_mask"])
+    labels = assistant_labels(ids, *tokenizer.convert_tokens_to_ids([ASSISTANT, END]))
+    logits = output.logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+def assistant_labels(ids: Tensor, assistant: int, end: int) -> Tensor:
+    """``ids`` (rows, length) where the assistant speaks, from after its header to its end token, else ``IGNORED``.
+
+    Example:
+        >>> assistant_labels(torch.tensor([[5, 1, 7, 2, 6]]), assistant=1, end=2).tolist()
+        [[-100, -100, 7, 2, -100]]
+    """
+    headers, ends = (ids == assistant).cumsum(1), (ids == end).cumsum(1)
+    speaks = (headers > ends - (ids == end).long()) & (ids != assistant)
+    return torch.where(speaks, ids, IGNORED)

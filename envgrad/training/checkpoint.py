@@ -1,0 +1,91 @@
+"""Checkpoints that are whole or not there: written to a temporary folder, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+PROGRESS_NAME = "rollout_state.json"
+_SAVING = ".saving"
+
+
+class AtomicCheckpoints(Trainer):
+    """``Trainer`` whose checkpoints appear by a rename, and carry the rollouts' position (``progress_state``)."""
+
+    _saving_in: Path | None = None
+
+    def progress_state(self) -> dict[str, Any]:
+        """What the rollouts need to go on: plain JSON data."""
+        return {}
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._saving_in is not None:
+            return str(self._saving_in)
+        return str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = Path(super()._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.state.best_global_step and self.args.should_save:
+            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if best.exists() or best.name == name:
+                self.state.best_model_checkpoint = str(best)
+        staging = run_dir / f"{_SAVING}-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self._saving_in = staging
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving_in = None
+        if not self.args.should_save:
+            return
+        (staging / name / PROGRESS_NAME).write_text(json.dumps(self.progress_state()), encoding="utf-8")
+        _sync_tree(staging / name)
+        final = run_dir / name
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(staging / name, final)
+        _sync(run_dir)
+        shutil.rmtree(staging)
+        rotate_checkpoints(
+            output_dir=str(run_dir),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def load_progress(checkpoint: str | Path) -> dict[str, Any]:
+    """The rollouts' position in ``checkpoint``.
+
+    Raises:
+        FileNotFoundError: the checkpoint was not written by envgrad.
+    """
+    path = Path(checkpoint) / PROGRESS_NAME
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: the tasks' position is not known, so this run cannot be resumed")
+    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return state
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""How many steps a run has, and what ``state.epoch`` says: real passes over finite data, else steps of max_steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from envgrad.config import RolloutConfig
+from envgrad.environments.tasks import TaskStream
+from envgrad.errors import ConfigurationError
+
+
+def planned_steps(config: RolloutConfig, epoch_length: int | None) -> int:
+    """Optimizer steps of the whole run; ``epoch_length`` is the number of distinct tasks, None if endless.
+
+    Raises:
+        ConfigurationError: endless data and no ``max_steps``.
+    """
+    if config.max_steps > 0:
+        return config.max_steps
+    if epoch_length is None:
+        raise ConfigurationError(
+            "max_steps is not set, and the environment has no num_tasks(split), so its data has no end: set max_steps > 0"
+        )
+    groups = math.ceil(config.num_train_epochs * epoch_length)
+    return math.ceil(groups * config.num_generations / config.episodes_per_step) * config.num_iterations
+
+
+def planned_groups(config: RolloutConfig, epoch_length: int | None) -> int | None:
+    """Groups that epochs allow; None where ``max_steps`` decides."""
+    if config.max_steps > 0 or epoch_length is None:
+        return None
+    return math.ceil(config.num_train_epochs * epoch_length)
+
+
+class ClockCallback(TrainerCallback):
+    """Sets ``state.epoch`` before other callbacks see a step, and acts where a pass over finite data ends."""
+
+    def __init__(self, tasks: TaskStream) -> None:
+        self._tasks = tasks
+        self._passes = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._passes = math.floor(self._tasks.passes)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._tasks.epoch_length is None:
+            state.epoch = state.global_step / state.max_steps
+            return
+        state.epoch = self._tasks.passes
+        if math.floor(state.epoch) > self._passes:
+            self._passes = math.floor(state.epoch)
+            control.should_log |= args.logging_strategy == IntervalStrategy.EPOCH
+            control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH
+            control.should_save |= args.save_strategy == SaveStrategy.EPOCH

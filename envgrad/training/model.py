@@ -1,0 +1,194 @@
+"""From what the user gives as ``model`` to a policy, its tokenizer and its reference."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from envgrad.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+    from envgrad.config import RolloutConfig
+
+STARTER = "starter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The model to train, as transformers (or peft) made it, with its tokenizer."""
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model inside, without adapters' wrapper."""
+        return base_model(self.model)
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model in ``model``, which may be a peft wrapper around it."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    inner = model.get_base_model()  # type: ignore[operator]
+    if not isinstance(inner, PreTrainedModel):
+        raise ConfigurationError(f"model is a {type(inner).__name__}; it must be a transformers causal language model")
+    return inner
+
+
+def load_policy(
+    model: str | Path | PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
+    config: RolloutConfig,
+    peft_config: PeftConfig | None,
+) -> Policy:
+    """Load what has to be loaded, check it, and put adapters on it where asked.
+
+    Raises:
+        ConfigurationError: a path or name that cannot be loaded, ``model_init_kwargs`` beside a ready model, a model that
+            takes images, no tokenizer, or ``peft_config`` for a model that already has adapters.
+    """
+    if isinstance(tokenizer, ProcessorMixin):
+        raise ConfigurationError(
+            f"processing_class is a {type(tokenizer).__name__}, which handles images or audio; episodes are text only. "
+            "Pass its tokenizer and a text model"
+        )
+    if isinstance(model, (str, Path)):
+        kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})
+        source = _source(str(model), kwargs)
+        loaded_model = _load_model(source, kwargs, config)
+        loaded_tokenizer = tokenizer or _load_tokenizer(source, kwargs, config)
+    else:
+        if config.model_init_kwargs is not None:
+            raise ConfigurationError(
+                f"model_init_kwargs={config.model_init_kwargs} cannot act: model is a loaded {type(model).__name__}. "
+                "Pass its name or path, or drop model_init_kwargs"
+            )
+        loaded_model = model
+        loaded_tokenizer = tokenizer or _load_tokenizer(base_model(model).config._name_or_path, {}, config)
+    if config.disable_dropout:
+        _disable_dropout(loaded_model)
+    if peft_config is not None:
+        loaded_model = _add_adapters(loaded_model, peft_config)
+    _check_trainable(loaded_model)
+    return Policy(model=loaded_model, tokenizer=loaded_tokenizer)
+
+
+def _source(name: str, kwargs: dict[str, Any]) -> str:
+    """Where to load from; ``starter`` and ``*.gguf`` files are known, a path that is not there is an error."""
+    if name == STARTER:
+        from envgrad.starter import STARTER_PATH
+
+        return str(STARTER_PATH)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        kwargs.setdefault("gguf_file", path.name)
+        return str(path.parent)
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if looks_like_path and not path.exists():
+        raise ConfigurationError(
+            f"model={name!r} does not exist; give a folder with a config.json, a name, or 'starter'"
+        )
+    return str(path) if path.exists() else name
+
+
+def _load_model(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -> PreTrainedModel:
+    options = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code} | dict(kwargs)
+    try:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"model={source!r} cannot be loaded: {_first_line(error)}") from error
+    return loaded
+
+
+def _load_tokenizer(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -> PreTrainedTokenizerBase:
+    if not source:
+        raise ConfigurationError("the model does not say where it came from; pass its tokenizer as processing_class")
+    shared = {key: kwargs[key] for key in ("gguf_file", "revision", "subfolder", "cache_dir") if key in kwargs}
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code, **shared
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no tokenizer can be loaded from {source!r} ({_first_line(error)}); pass one as processing_class"
+        ) from error
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a training forward of ``model`` is random."""
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or any(isinstance(p := getattr(module, name, None), float) and p > 0 for name in ("attention_dropout",))
+        for module in model.modules()
+    )
+
+
+def _add_adapters(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
+    try:
+        from peft import PeftModel, get_peft_model
+    except ImportError as error:
+        raise ConfigurationError("peft_config needs the peft package: pip install 'envgrad[peft]'") from error
+    if isinstance(model, PeftModel):
+        raise ConfigurationError("peft_config was given for a model that already has adapters; pass one or the other")
+    if peft_config.is_prompt_learning:
+        raise ConfigurationError(
+            f"peft_config is a {type(peft_config).__name__}: virtual tokens cannot be kept in shared prompts; use LoRA"
+        )
+    adapted: PeftModel = get_peft_model(model, peft_config)
+    return adapted
+
+
+def _check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError("no parameter of the model requires a gradient; unfreeze it or pass a peft_config")
+
+
+class Reference:
+    """The policy that ``beta`` holds the trained one to: adapters off, or a frozen copy of the first weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._policy = model
+        self._adapters = not isinstance(model, PreTrainedModel)
+        self._copy: nn.Module | None = None
+        if not self._adapters:
+            self._copy = copy.deepcopy(model).eval().requires_grad_(False)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The module to run for the reference's log-probs; the policy's mode is put back afterwards."""
+        if self._copy is not None:
+            yield self._copy
+            return
+        training = self._policy.training
+        self._policy.eval()
+        try:
+            with self._policy.disable_adapter():  # type: ignore[operator]
+                yield self._policy
+        finally:
+            self._policy.train(training)

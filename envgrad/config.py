@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from envgrad.algorithms.grpo import GRPO
 from envgrad.errors import ConfigurationError
 
 REFUSED: dict[str, str] = {
@@ -315,12 +316,9 @@ class GRPOConfig(RolloutConfig):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().__post_init__()
         _at_least("num_generations", self.num_generations, 2, why="a group needs a sibling to compare with")
-        _choice("loss_type", self.loss_type, ("grpo", "dapo", "bnpo", "dr_grpo", "cispo"))
-        _choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
-        _choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
-        _at_least("beta", self.beta, 0)
-        _at_least("epsilon", self.epsilon, 0)
-        _at_least("epsilon_high", self.epsilon_high, 0)
         _at_least("sampler_ratio_cap", self.sampler_ratio_cap, 1)
-        if self.delta is not None and self.delta <= 1 + self.epsilon:
-            raise ConfigurationError(f"delta={self.delta} must be above 1 + epsilon = {1 + self.epsilon}; raise it")
+        self.algorithm()
+
+    def algorithm(self) -> GRPO:
+        """The algorithm that these fields describe; it checks them."""
+        return GRPO(**{f.name: getattr(self, f.name) for f in fields(GRPO)})

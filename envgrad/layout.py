@@ -171,8 +171,8 @@ def length_buckets(prefix_length: int, lengths: Sequence[int]) -> list[list[int]
     ``BLOCK_COST``. The order is kept; it is best if ``lengths`` are sorted.
 
     Example:
-        >>> length_buckets(100, [500, 495, 20, 20])
-        [[500, 495], [20, 20]]
+        >>> length_buckets(100, [500, 497, 20, 20])
+        [[500, 497], [20, 20]]
         >>> length_buckets(10, [9, 8, 8, 3])
         [[9, 8, 8, 3]]
     """

@@ -242,7 +242,7 @@ def _check(samples: Sequence[TrainingSample], weights: Sequence[float], max_toke
         raise ConfigurationError(f"mode={mode!r} must be one of {get_args(PackMode)}")
     if len(weights) != len(samples):
         raise ConfigurationError(
-            f"{len(weights)} weights for {len(samples)} samples: give one loss weight per sample, as sample_weights does"
+            f"{len(weights)} weights for {len(samples)} samples: give one weight per sample, as sample_weights does"
         )
     for index, weight in enumerate(weights):
         if not (isfinite(weight) and weight >= 0):
@@ -303,59 +303,63 @@ def _cut(family: list[_Item], max_tokens: int) -> list[list[_Item]]:
     return pieces
 
 
-def _micro_batch(members: Sequence[_Item], totals: StepTotals, *, plain: bool) -> MicroBatch:
-    """Lay ``members`` out in one row and note where each trained token is predicted."""
-    input_ids: list[int] = []
-    position_ids: list[int] = []
-    shapes: list[tuple[int, list[int]]] = []
-    # Row index of a sample's position 0, before and after its prompt: a shared prompt lies elsewhere than own tokens.
-    origins: dict[int, tuple[int, int]] = {}
-    families = _families(members)
-    alone = [family[0] for family in families if len(family) == 1]
-    together = [family for family in families if len(family) > 1]
-    for prefix, family in [(family[0].sample.prompt_length, family) for family in together] + [(0, alone)]:
-        prefix_start = len(input_ids)
-        input_ids.extend(family[0].sample.token_ids[:prefix] if prefix else ())
-        position_ids.extend(range(prefix))
+class _Row:
+    """The flat row of a micro-batch: what is forwarded, and where in it a sample's positions lie."""
+
+    def __init__(self, members: Sequence[_Item]) -> None:
+        self.input_ids: list[int] = []
+        self.position_ids: list[int] = []
+        self.families: list[tuple[int, list[int]]] = []
+        """what ``PackedLayout.build`` takes"""
+        self._origins: dict[int, tuple[int, int]] = {}
+        """row index of position 0, as seen from a sample's prompt and from its own tokens, which lie elsewhere"""
+        families = _families(members)
+        for family in families:
+            if len(family) > 1:
+                self._add(family[0].sample.prompt_length, family)
+        if alone := [family[0] for family in families if len(family) == 1]:
+            self._add(0, alone)
+
+    def _add(self, prefix: int, family: Sequence[_Item]) -> None:
+        """Append a common prefix of ``prefix`` tokens and the rest of each row, longest first."""
+        prefix_origin = len(self.input_ids)
+        self.input_ids.extend(family[0].sample.token_ids[:prefix])
+        self.position_ids.extend(range(prefix))
         by_length = sorted(family, key=lambda item: (-item.needed, item.index))
         for item in by_length:
-            own_origin = len(input_ids) - prefix
-            origins[item.index] = (prefix_start if prefix else own_origin, own_origin)
-            input_ids.extend(item.sample.token_ids[prefix : item.needed])
-            position_ids.extend(range(prefix, item.needed))
-        shapes.append((prefix, [item.needed - prefix for item in by_length]))
-    predict_index: list[int] = []
-    trained: list[tuple[int, float, float, float, int]] = []
-    for number, item in enumerate(members):
-        sample = item.sample
-        prompt_origin, own_origin = origins[item.index]
-        for position in range(sample.prompt_length, item.needed + 1):
-            if sample.mask[position]:
-                origin = own_origin if position > sample.prompt_length else prompt_origin
-                predict_index.append(origin + position - 1)
-                trained.append(
-                    (
-                        sample.token_ids[position],
-                        sample.logprobs[position],
-                        sample.advantages[position],
-                        item.weight,
-                        number,
-                    )
-                )
-    targets, logprobs, advantages, weights, numbers = zip(*trained, strict=True)
-    sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32)
+            own_origin = len(self.input_ids) - prefix
+            self._origins[item.index] = (prefix_origin if prefix else own_origin, own_origin)
+            self.input_ids.extend(item.sample.token_ids[prefix : item.needed])
+            self.position_ids.extend(range(prefix, item.needed))
+        self.families.append((prefix, [item.needed - prefix for item in by_length]))
+
+    def predicting(self, item: _Item, position: int) -> int:
+        """Row index of the token before ``position`` of ``item``'s sample."""
+        in_prompt, in_own = self._origins[item.index]
+        return (in_own if position > item.sample.prompt_length else in_prompt) + position - 1
+
+
+def _micro_batch(members: Sequence[_Item], totals: StepTotals, *, plain: bool) -> MicroBatch:
+    row = _Row(members)
+    trained = [
+        (number, item, position)
+        for number, item in enumerate(members)
+        for position in range(item.sample.prompt_length, item.needed + 1)
+        if item.sample.mask[position]
+    ]
+    logprobs = torch.tensor([item.sample.logprobs[at] for _, item, at in trained], dtype=torch.float32)
     return MicroBatch(
-        input_ids=torch.tensor([input_ids]),
-        position_ids=torch.tensor([position_ids]),
-        layout=None if plain else PackedLayout.build(shapes),
-        predict_index=torch.tensor(predict_index),
-        target_ids=torch.tensor(targets),
-        sampler_logprobs=sampler_logprobs,
-        old_logprobs=sampler_logprobs,
-        advantages=torch.tensor(advantages, dtype=torch.float32),
-        weights=torch.tensor(weights, dtype=torch.float32),
-        sample_index=torch.tensor(numbers),
+        input_ids=torch.tensor([row.input_ids]),
+        position_ids=torch.tensor([row.position_ids]),
+        layout=None if plain else PackedLayout.build(row.families),
+        predict_index=torch.tensor([row.predicting(item, at) for _, item, at in trained]),
+        target_ids=torch.tensor([item.sample.token_ids[at] for _, item, at in trained]),
+        sampler_logprobs=logprobs,
+        old_logprobs=logprobs,
+        advantages=torch.tensor([item.sample.advantages[at] for _, item, at in trained], dtype=torch.float32),
+        weights=torch.tensor([item.weight for _, item, _ in trained], dtype=torch.float32),
+        sample_index=torch.tensor([number for number, _, _ in trained]),
         num_samples=len(members),
         samples=tuple(item.index for item in members),
         total_tokens=totals.num_tokens,
-    )  # fmt: skip
+    )

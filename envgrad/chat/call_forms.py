@@ -1,7 +1,7 @@
 """The forms in which models write tool calls, as readers of text.
 
 Each form finds the next call at or behind a position and says where its text ends. A call that cannot be parsed is
-found all the same, with an error that goes back to the model. Nothing here raises on any text, and nothing is evaluated.
+found all the same, with an error that goes back to the model. Nothing here raises on any text; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .template import ToolSchemas
 
 _DECODER = json.JSONDecoder(strict=False)  # models write raw newlines inside strings
 _NAME = re.compile(r"\s*([^\s<>{}()\[\]\"'|,=]+)")
-_BARE_CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|function|id|arguments|parameters)"\s*:')
+_BARE_CALL = re.compile(r'\[?\s*\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
 _SHOWN = 200
 
 
@@ -193,8 +193,6 @@ class NamedForm:
     middle: str
     close: str
     id_open: str = ""
-    quotes: str = ""
-    """text around the name, such as ``\"``"""
 
     def find(self, text: str, start: int, tools: ToolSchemas) -> Found | None:
         at = text.find(self.open, start)
@@ -222,6 +220,21 @@ class NamedForm:
         elif close and after < len(text):
             raise MalformedCall(f"there is text between the arguments and {close}")
         return RawCall(name=name, arguments=arguments, id=call_id), end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstOf:
+    """Several forms of which a text may hold any; at one place, a form that parses comes before one that does not."""
+
+    forms: tuple[CallForm, ...]
+
+    @property
+    def close(self) -> str:
+        return ""
+
+    def find(self, text: str, start: int, tools: ToolSchemas) -> Found | None:
+        every = [found for form in self.forms if (found := form.find(text, start, tools)) is not None]
+        return min(every, key=lambda found: (found.start, any(call.error for call in found.calls)), default=None)
 
 
 def read_name(text: str, start: int) -> tuple[str, int]:

@@ -16,11 +16,13 @@ from ..errors import ChatTemplateError, ConfigurationError
 from ..types import Message, ToolCall
 from .call_forms import RawCall
 from .suffix import SuffixWriter, Terminators
-from .template import ChatTemplate, ToolSchemas, content_text
+from .template import PROBE_RESULT, PROBE_USER, ChatTemplate, ToolSchemas, content_text
 from .tool_calls import SampledTurn, ToolParser, TurnReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatRenderer", "SampledTurn"]
 
 
 class ChatRenderer:
@@ -59,13 +61,16 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._eos_ids = tuple(dict.fromkeys([*eos_token_ids, *_eos(tokenizer)]))
         self._template: ChatTemplate | None = None
+        end_of_turn = ""
         if chat_template is not None or tokenizer.chat_template is not None:
             self._template = ChatTemplate.probe(tokenizer, chat_template, chat_template_kwargs or {})
-        self._reader = TurnReader(tokenizer, self._template, tool_parser)
+            end_of_turn = SuffixWriter(self._template, self._terminators()).user_style.end_of_turn
+        self._reader = TurnReader(tokenizer, self._template, tool_parser, end_of_turn)
         self._template = self._reader.template
         self._suffixes: SuffixWriter | None = None
         if self._template is not None:
             self._suffixes = SuffixWriter(self._template, self._terminators(), self._reader.call_close)
+        self._prompts = self._find_prompts()
         self._end_ids: dict[str, tuple[int, ...]] = {}
         self.stop_token_ids = self._stop_token_ids()
 
@@ -76,8 +81,12 @@ class ChatRenderer:
             ChatTemplateError: there is no template, or it can render no tool round in any form.
         """
         if tools:
-            self._need_template("tools").tool_style  # noqa: B018 - found on first access, raises if there is none
-            self.open([{"role": "user", "content": ""}], tools)
+            self._need_template("tools")
+            self.open([{"role": "user", "content": PROBE_USER}], tools)
+            name = tools[0].get("function", tools[0]).get("name")
+            self.suffix(
+                (), [{"role": "tool", "name": name, "tool_call_id": "c00000000", "content": PROBE_RESULT}], tools
+            )
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas = None, *, generation: bool = False) -> str:
         """A whole chat as the template prints it: for reading and comparing, never for training."""
@@ -128,14 +137,15 @@ class ChatRenderer:
         Args:
             token_ids: the sampled ids.
             tools: the tools' schemas, for forms that write arguments as plain text; None if the environment has none.
-            turn: the turn's number, which makes call ids unique in the episode.
+            turn: the turn's number: it makes call ids unique in the episode, and tells an answer to the opening from an
+                answer to tool results, since a template may open reasoning in only one of these prompts.
         """
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        parsed = self._reader.read(text, tools)
-        calls = tuple(_tool_call(call, turn, index) for index, call in enumerate(parsed.calls))
+        parsed = self._reader.read(text, tools, prompt=self._prompts[1 if turn and tools else 0])
+        calls = _tool_calls(parsed.calls, turn)
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning
@@ -152,6 +162,16 @@ class ChatRenderer:
             self._end_ids[end] = tuple(self._encode(end)) if end else ()
         return self._end_ids[end]
 
+    def _find_prompts(self) -> tuple[str, str]:
+        """The ends of the prompts before a first answer and before an answer to tool results."""
+        if self._template is None or self._suffixes is None:
+            return "", ""
+        first = self._template.generation_prompt()
+        try:
+            return first, self._suffixes.probe_tail()
+        except ChatTemplateError:
+            return first, first
+
     def _terminators(self) -> Terminators:
         added = self.tokenizer.added_tokens_decoder
         stops = [self.tokenizer.convert_ids_to_tokens(token) for token in self._eos_ids]
@@ -165,13 +185,15 @@ class ChatRenderer:
             added = self.tokenizer.added_tokens_decoder
             for end in self._suffixes.ends_of_turn():
                 last = self._end_of_turn_ids(end)[-1:]
-                ids += [token for token in last if token in added and added[token].content not in self._reader.marks.close]
+                ids += [
+                    token for token in last if token in added and added[token].content not in self._reader.marks.close
+                ]
         return tuple(dict.fromkeys(ids))
 
     def _need_template(self, what: str) -> SuffixWriter:
         if self._suffixes is None:
             raise ChatTemplateError(
-                f"{what} need a chat template, and this tokenizer has none: pass chat_template=, or use a model with one"
+                f"{what} need a chat template, and this tokenizer has none: pass chat_template= or use a chat model"
             )
         return self._suffixes
 
@@ -194,10 +216,21 @@ def _plain_opening(messages: Sequence[Message]) -> str:
     return "\n".join(content_text(message.get("content")) for message in messages)
 
 
-def _tool_call(call: RawCall, turn: int, index: int) -> ToolCall:
-    # Nine letters and digits: the narrowest form of id that a published template asks for.
-    generated = f"c{turn % 10**5:05d}{index % 10**3:03d}"
-    return ToolCall(id=call.id or generated, name=call.name, arguments=call.arguments, error=call.error)
+def _tool_calls(calls: Sequence[RawCall], turn: int) -> tuple[ToolCall, ...]:
+    """Calls with ids: what the model wrote if it is unique in the turn, else nine letters and digits.
+
+    That is the narrowest form of id that a published template asks for.
+    """
+    written = [call.id for call in calls]
+    return tuple(
+        ToolCall(
+            id=call.id if call.id and written.count(call.id) == 1 else f"c{turn % 10**5:05d}{index % 10**3:03d}",
+            name=call.name,
+            arguments=call.arguments,
+            error=call.error,
+        )
+        for index, call in enumerate(calls)
+    )
 
 
 def _call_message(call: ToolCall) -> dict[str, Any]:

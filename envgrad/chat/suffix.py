@@ -31,7 +31,18 @@ _TRANSFORMS: tuple[Callable[[str], str], ...] = (
 )
 """What templates do to a result's text: nothing, ``| trim``, ``| tojson``."""
 
-_PROBE_CONTENTS = ("", "0", " \n", "  two words \n", "a\n\nb\n", '<b a="1">&</b>', "{'a': [1]}", '{"a": "\\n"}', "\u00e9\u4e2d\U0001f600", "\\n")
+_PROBE_CONTENTS = (
+    "",
+    "0",
+    " \n",
+    "  two words \n",
+    "a\n\nb\n",
+    '<b a="1">&</b>',
+    "{'a': [1]}",
+    '{"a": "\\n"}',
+    "\u00e9\u4e2d\U0001f600",
+    "\\n",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +107,7 @@ class SuffixWriter:
         self.user_style = self._user_style()
         self._tool_style: TurnStyle | None = None
         self._affixes: dict[tuple[str | None, ...], Affixes | None] = {}
-        self._prints_ids = True
+        self._prints_ids = self._prints_names = True
 
     @property
     def tool_style(self) -> TurnStyle:
@@ -107,8 +118,8 @@ class SuffixWriter:
         """
         if self._tool_style is None:
             self._tool_style = self._find_tool_style()
-            ids = [self._try_tail([self._probe_result(tool_call_id=name)], None, self._tool_style) for name in _ids(2)]
-            self._prints_ids = ids[0] is None or ids[0] != ids[1]
+            self._prints_ids = self._prints("tool_call_id", *_ids(2))
+            self._prints_names = self._prints("name", PROBE_TOOL["function"]["name"], "envgradother")
         return self._tool_style
 
     def ends_of_turn(self) -> list[str]:
@@ -117,6 +128,14 @@ class SuffixWriter:
         with suppress(ChatTemplateError):
             ends.append(self.tool_style.end_of_turn)
         return [end for end in dict.fromkeys(ends) if end]
+
+    def probe_tail(self) -> str:
+        """What follows a turn with a tool call, for a probe result.
+
+        Raises:
+            ChatTemplateError: the template can render no tool round.
+        """
+        return self._tail([_probe_result()], None, self.tool_style)
 
     def write(self, results: Sequence[Message], tools: ToolSchemas) -> tuple[str, str]:
         """``(end_of_turn, tail)`` for ``results``, which are all messages that answer one turn.
@@ -159,16 +178,21 @@ class SuffixWriter:
 
     def _cut(self, results: Sequence[Message], tools: ToolSchemas, style: TurnStyle) -> str:
         calls = [message for message in results if message.get("role") == "tool"] if style.with_call else []
-        text = self._template.render([*_opening(calls), *results], tools)
-        _, found, after = text.partition(SENTINEL)
-        if not found:
-            raise ChatTemplateError(
-                "the chat template does not print the content of an assistant turn, so what follows the turn cannot be "
-                "found: pass another template as chat_template="
-            )
-        if style.with_call:
-            return after[self._call_end(after) :]
-        return after.removeprefix(style.end_of_turn)
+        # Of several calls the last one is followed by the results; a template may print only the first.
+        for marked in dict.fromkeys((max(len(calls) - 1, 0), 0)):
+            text = self._template.render([*_opening(calls, marked), *results], tools)
+            _, found, after = text.partition(SENTINEL)
+            if found:
+                return after[self._call_end(after) :] if style.with_call else after.removeprefix(style.end_of_turn)
+        raise ChatTemplateError(
+            "the chat template does not print the content of an assistant turn, so what follows the turn cannot be "
+            "found: pass another template as chat_template="
+        )
+
+    def _prints(self, field: str, *values: str) -> bool:
+        """Whether tool results are printed with this field of theirs."""
+        tails = {self._try_tail([_probe_result(**{field: value})], None, self.tool_style) for value in values}
+        return len(tails) > 1 or None in tails
 
     def _call_end(self, after: str) -> int:
         start = self._skip_call(after)
@@ -183,13 +207,15 @@ class SuffixWriter:
         return close + len(self._call_close)
 
     def _composition(self, result: Message, tools: ToolSchemas, style: TurnStyle) -> Affixes | None:
-        call_id = result.get("tool_call_id") if self._prints_ids and style.role == "tool" else None
-        key = (style.role, result.get("role"), result.get("name"), call_id, _tools_key(tools))
+        as_tool = style.role == "tool"
+        name = str(result.get("name")) if as_tool and self._prints_names else None
+        if as_tool and (self._prints_ids or (name is not None and name not in _tool_names(tools))):
+            return None  # every id, and every name that the model made up, has a head of its own
+        key = (style.role, name, _tools_key(tools))
         if key not in self._affixes:
             if len(self._affixes) >= _MAX_CACHED:
                 self._affixes.clear()
-            # With ids in the text every result has a head of its own: rendering once is cheaper than proving it.
-            self._affixes[key] = None if call_id is not None else self._prove(result, tools, style)
+            self._affixes[key] = self._prove(result, tools, style)
         return self._affixes[key]
 
     def _prove(self, result: Message, tools: ToolSchemas, style: TurnStyle) -> Affixes | None:
@@ -215,7 +241,7 @@ class SuffixWriter:
         return TurnStyle(role="user", with_call=False, end_of_turn=end)
 
     def _find_tool_style(self) -> TurnStyle:
-        result = self._probe_result()
+        result = _probe_result()
         plain = self._tool_text([], result)
         called = self._tool_text([result], result)
         # The turn that was sampled holds a call: where the template writes something else behind a call than behind
@@ -228,7 +254,7 @@ class SuffixWriter:
             start = self._skip_call(after)
             gap = after[start : after.find(PROBE_RESULT)]
             cut = self._terminators.cut(gap)
-            if cut or start:
+            if cut:
                 # A stop token that closes the call is the whole end of turn; text before it belongs to the call.
                 end = gap[:cut] if start else _last_token(gap[:cut], self._terminators)
                 return TurnStyle(role="tool", with_call=True, end_of_turn=end)
@@ -255,17 +281,14 @@ class SuffixWriter:
         as_answer = self._template.try_render([*opening, {"role": "assistant", "content": PROBE_RESULT}])
         return None if text == as_answer else text
 
-    def _probe_result(self, tool_call_id: str | None = None) -> Message:
-        return {
-            "role": "tool",
-            "name": PROBE_TOOL["function"]["name"],
-            "tool_call_id": tool_call_id or _ids(1)[0],
-            "content": PROBE_RESULT,
-        }
+
+def _probe_result(**fields: str) -> Message:
+    name = PROBE_TOOL["function"]["name"]
+    return {"role": "tool", "name": name, "tool_call_id": _ids(1)[0], "content": PROBE_RESULT, **fields}
 
 
-def _opening(calls: Sequence[Message]) -> list[Message]:
-    """A user message and a turn with the sentinel: as its content, or as an argument of the calls that were answered."""
+def _opening(calls: Sequence[Message], marked: int = 0) -> list[Message]:
+    """A user message and a turn with the sentinel: as its content, or as an argument of call number ``marked``."""
     user: Message = {"role": "user", "content": PROBE_USER}
     if not calls:
         return [user, {"role": "assistant", "content": SENTINEL}]
@@ -275,7 +298,7 @@ def _opening(calls: Sequence[Message]) -> list[Message]:
             "type": "function",
             "function": {
                 "name": call.get("name") or PROBE_TOOL["function"]["name"],
-                "arguments": {"envgradkey": SENTINEL if index == len(calls) - 1 else ""},
+                "arguments": {"envgradkey": SENTINEL if index == marked else ""},
             },
         }
         for index, (call, name) in enumerate(zip(calls, _ids(len(calls)), strict=True))
@@ -316,7 +339,13 @@ def _tools_key(tools: ToolSchemas) -> str:
     return json.dumps(tools, sort_keys=True, default=str) if tools else ""
 
 
+def _tool_names(tools: ToolSchemas) -> set[str]:
+    return {str(tool.get("function", tool).get("name")) for tool in tools or ()}
+
+
 def _literals(template: ChatTemplate) -> list[str]:
     source = template.tokenizer.get_chat_template(template.source)
-    found: dict[str, Any] = dict.fromkeys(a or b for a, b in re.findall(r"'([^'\n]{1,80})'|\"([^\"\n]{1,80})\"", source))
+    found: dict[str, Any] = dict.fromkeys(
+        a or b for a, b in re.findall(r"'([^'\n]{1,80})'|\"([^\"\n]{1,80})\"", source)
+    )
     return [content for literal in found for content in (literal, f"{literal}x{literal}")]

@@ -166,7 +166,7 @@ class _JsonConstants(ast.NodeTransformer):
     def __init__(self, constants: Mapping[str, bool | None]) -> None:
         self._constants = constants
 
-    def visit_Name(self, node: ast.Name) -> ast.Constant:  # noqa: N802 - the name that NodeTransformer calls
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
         return ast.Constant(self._constants[node.id])
 
 
@@ -252,7 +252,8 @@ class ChannelForm:
     The recipient may stand before or behind the channel's name.
 
     Example:
-        >>> ChannelForm().find('<|channel|>commentary to=functions.inc <|constrain|>json<|message|>{"n": 1}', 0, None).calls
+        >>> text = '<|channel|>commentary to=functions.inc <|constrain|>json<|message|>{"n": 1}'
+        >>> ChannelForm().find(text, 0, None).calls
         (RawCall(name='inc', arguments={'n': 1}, error=None, id=None),)
     """
 

@@ -28,6 +28,16 @@ def shorten(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def clean_text(text: str) -> str:
+    """``text`` as UTF-8 can hold it: lone surrogates, which break tokenizers, become question marks.
+
+    Example:
+        >>> clean_text(chr(0xD800) + "x")
+        '?x'
+    """
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def describe(schema: Mapping[str, Any]) -> str:
     """A schema in a few words.
 

@@ -159,6 +159,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._threads = 0
         self._outstanding = 0
+        self._running = 0
         self._completed = 0
         self._closed = False
 
@@ -248,12 +249,10 @@ class WorkerPool:
             loop.call_later(GROWTH_DELAY, self._grow, mailbox, loop, self._completed)
 
     def _grow(self, mailbox: _Mailbox, loop: asyncio.AbstractEventLoop, completed_before: int) -> None:
-        """Add threads if jobs wait: many where every thread sits in a slow call, none where the backlog soon melts."""
+        """Double the threads while jobs wait behind slow calls; where the backlog soon melts by itself, leave it."""
         mailbox.growing = False
         backlog, completed = self._queue.qsize(), self._completed - completed_before
-        if completed == 0:
-            self._spawn(backlog)
-        elif backlog > 4 * completed:
+        if self._running >= self._threads and backlog > 4 * completed:
             self._spawn(min(backlog, max(1, self._threads)))
         if self._queue.qsize():
             self._watch_backlog(mailbox, loop)
@@ -265,11 +264,15 @@ class WorkerPool:
                 with self._lock:
                     self._threads -= 1
                 return
+            with self._lock:
+                self._running += 1
             job.started = perf_counter()
             outcome = Raised(_NOT_STARTED, 0.0) if job.skipped else guard_in_thread(job.function)
             with self._lock:
                 job.returned = True
                 replaced = job.hung
+                self._completed += 1
+                self._running -= not replaced
             job.mailbox.put(job, outcome, self._drain)
             del job, outcome  # an idle thread must not keep an instance alive
             if replaced:
@@ -283,7 +286,6 @@ class WorkerPool:
             if job.timer is not None:
                 job.timer.cancel()
             with self._lock:
-                self._completed += 1
                 if job.hung:
                     self.hung -= 1
                 else:
@@ -304,6 +306,7 @@ class WorkerPool:
             self.hung += 1
             self._outstanding -= 1
             self._threads -= 1
+            self._running -= 1
         if not job.future.done():
             job.future.set_result(TimedOut(elapsed, killable=False))
         if self.hung >= self.max_hung:

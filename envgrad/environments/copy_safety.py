@@ -1,14 +1,13 @@
 """Whether ``copy.deepcopy`` of an environment makes an independent environment.
 
 It does where only plain state is reached: scalars, containers, arrays, random generators, and instances of plain Python
-classes that hold such state. It does not where something outside the process, or shared by design, stands behind a value:
-a temporary folder's path or a client copies "successfully" and is then used by all copies. What is not known to be plain
-counts as unsafe: the price of a wrong no is an independent reset, that of a wrong yes is corrupted episodes.
+classes that hold such state. It does not where something outside the process, or shared by design, stands behind a
+value: a temporary folder's path or a client copies "successfully" and is then used by all copies. What is not known to
+be plain counts as unsafe: the price of a wrong no is an independent reset, that of a wrong yes is corrupted episodes.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import re
@@ -17,15 +16,15 @@ import tempfile
 import types
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import lru_cache
 from logging import Logger
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 MAX_NODES = 500_000
 """More than this is too slow to copy for each sibling."""
@@ -34,11 +33,12 @@ MAX_DEPTH = 120
 """deepcopy recurses; Python's default limit ends it at about 250 levels."""
 
 PLAIN_LEAVES: frozenset[type] = frozenset(
-    [type(None), bool, int, float, complex, bytes, bytearray, range, type(Ellipsis), Decimal, Fraction, array]
-    + [date, datetime, time, timedelta, timezone, UUID, re.Pattern]
+    {type(None), bool, int, float, complex, bytes, bytearray, range, type(Ellipsis), Decimal, Fraction, array}
+    | {date, datetime, time, timedelta, timezone, UUID, re.Pattern}
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_CONTAINER_NEWS = {kind.__new__ for kind in (*_CONTAINERS, defaultdict, OrderedDict, Counter)}
+_BUILTIN_BASES = (object, *_CONTAINERS, int, float, str, bytes, defaultdict, OrderedDict)
+_COPY_HOOKS = ("__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 _OWNERSHIP = ("__del__", "__exit__", "__aexit__", "close", "aclose", "__getattr__")
 """Members of classes that own something to give back, or that answer for another object."""
 
@@ -113,7 +113,9 @@ def _hazard(value: object, roots: tuple[str, ...]) -> str | None:
     """What is wrong with ``value`` itself, apart from what it holds."""
     kind = type(value)
     if kind is str:
-        return "is a path in the temporary folder, which copies would share" if _in_roots(value, roots) else None
+        if isinstance(value, str) and is_temporary_path(value, roots):
+            return "is a path in the temporary folder, which copies would share"
+        return None
     if isinstance(value, (Enum, type, Logger)) or kind is random.Random or is_plain_array(value):
         return None
     if isinstance(value, types.FunctionType):
@@ -130,39 +132,55 @@ def _hazard(value: object, roots: tuple[str, ...]) -> str | None:
 
 
 def _children(value: object) -> Iterable[_Child]:
-    if isinstance(value, (str, Enum, type, Logger, random.Random, types.FunctionType, types.BuiltinFunctionType)):
+    if isinstance(value, (Enum, type, Logger, random.Random, types.FunctionType, types.BuiltinFunctionType)):
         return
     if is_plain_array(value):
         yield from ((f"[{index}]", item) for index, item in enumerate(object_items(value)))
         return
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         for key, item in value.items():
-            yield f" (the key {key!r})", key
-            yield f"[{key!r}]", item
+            if type(key) is not str:
+                yield " (a key)", key
+            if type(item) not in PLAIN_LEAVES:
+                yield f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", item
         if isinstance(value, defaultdict):
             yield ".default_factory", value.default_factory
-    elif isinstance(value, _CONTAINERS):
-        if not PLAIN_LEAVES.issuperset(map(type, value)):
-            yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, _CONTAINERS) and not PLAIN_LEAVES.issuperset(map(type, value)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     for name, item in attributes_of(value).items():
         yield f".{name}", item
 
 
-@lru_cache(maxsize=1024)
+_PLAIN_CLASSES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def _has_plain_class(kind: type) -> bool:
+    if kind not in _PLAIN_CLASSES:
+        _PLAIN_CLASSES[kind] = _is_plain_class(kind)
+    return _PLAIN_CLASSES[kind]
+
+
+def _is_plain_class(kind: type) -> bool:
     """Whether instances of ``kind`` are copied by Python's own rule, into a new object with copied attributes."""
-    if hasattr(kind, "__deepcopy__") or kind.__reduce_ex__ is not object.__reduce_ex__:
+    if hasattr(kind, "__deepcopy__"):
         return False
-    if kind.__reduce__ is not object.__reduce__:
-        return kind.__base__ in _CONTAINERS and kind.__reduce__ is kind.__base__.__reduce__
+    if _definer(kind, "__reduce_ex__") is not object or _definer(kind, "__reduce__") not in (object, set, deque):
+        return False
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return True
-    if kind.__new__ is not object.__new__ and kind.__new__ not in _CONTAINER_NEWS:
+        return True  # a named tuple: __new__ and __getnewargs__ are the standard library's
+    if _definer(kind, "__new__") not in _BUILTIN_BASES:
         return False
-    states = [vars(base)[name] for base in kind.__mro__ for name in ("__getstate__", "__setstate__") if name in vars(base)]
-    if any(state.__module__ != "dataclasses" for state in states if isinstance(state, types.FunctionType)):
+    members = [(name, member) for base in kind.__mro__[:-1] for name, member in vars(base).items()]
+    hooks = [member for name, member in members if name in _COPY_HOOKS and isinstance(member, types.FunctionType)]
+    if any(hook.__module__ != "dataclasses" for hook in hooks):
         return False
-    return kind.__setattr__ is object.__setattr__ or bool(states[:-1]) or hasattr(kind, "__dict__")
+    has_slots = any(isinstance(member, types.MemberDescriptorType) for _, member in members)
+    return not has_slots or bool(hooks) or _definer(kind, "__setattr__") is object
+
+
+def _definer(kind: type, name: str) -> type:
+    """The class in ``kind``'s method resolution order that defines ``name``, which ``object`` has."""
+    return next(base for base in kind.__mro__ if name in vars(base))
 
 
 def _can_be_rebuilt(value: object) -> bool:
@@ -204,33 +222,25 @@ def is_temporary_path(text: str, roots: tuple[str, ...]) -> bool:
     return text.startswith(roots) and len(text) < 4096 and "\0" not in text and os.path.exists(text)
 
 
-def _in_roots(value: object, roots: tuple[str, ...]) -> bool:
-    return isinstance(value, str) and is_temporary_path(value, roots)
-
-
 def is_plain_array(value: object) -> bool:
-    """Whether ``value`` is an array, array scalar or random generator of numpy, or a torch tensor without gradient.
+    """Whether ``value`` is an array, scalar, dtype or random generator of numpy, or a torch tensor without gradient.
 
     Subclasses do not count: a ``memmap`` is a file. Neither library is imported for this.
     """
     kind = type(value)
     if (numpy := sys.modules.get("numpy")) is not None and kind.__module__.startswith("numpy"):
-        generators = (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)
-        return kind is numpy.ndarray or isinstance(value, (numpy.generic, *generators))
+        random_kinds = (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)
+        return kind is numpy.ndarray or isinstance(value, (numpy.generic, numpy.dtype, *random_kinds))
     if (torch := sys.modules.get("torch")) is not None and kind is torch.Tensor:
-        return not torch.is_grad_enabled() or not getattr(value, "requires_grad", True)
+        tensor: Any = value
+        return not tensor.requires_grad
     return False
 
 
 def object_items(value: object) -> list[object]:
     """The elements of a numpy array of objects; empty for every other array."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or type(value) is not numpy.ndarray or not value.dtype.hasobject:
+    if numpy is None or type(value) is not numpy.ndarray:
         return []
-    flat: list[object] = value.reshape(-1).tolist()
-    return flat
-
-
-def deepcopy_instance(instance: object) -> object:
-    """``copy.deepcopy``, for an instance that ``is_copy_safe`` allows."""
-    return copy.deepcopy(instance)
+    elements: Any = value
+    return list(elements.reshape(-1)) if elements.dtype.hasobject else []

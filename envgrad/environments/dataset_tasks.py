@@ -16,7 +16,7 @@ from envgrad.environments.sources import Draw, EpochOrder, Row, State, check_sam
 from envgrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from envgrad.environments.contract import EnvironmentSpec
+    from envgrad.environments.spec import EnvironmentSpec
 
 IDENTITY_NAMES = ("group_id", "seed", "task_index", "split")
 """What ``reset`` can ask for besides the row's columns."""
@@ -59,9 +59,7 @@ class RowRules:
 
     @classmethod
     def of(cls, specs: Sequence[EnvironmentSpec], routed: bool) -> RowRules:
-        taken = {
-            name for spec in specs for name in IDENTITY_NAMES if spec.reset_takes_all or name in spec.reset_names
-        }
+        taken = {name for spec in specs for name in IDENTITY_NAMES if spec.reset_takes_all or name in spec.reset_names}
         return cls(environments=tuple(spec.name for spec in specs), routed=routed, taken=frozenset(taken))
 
     def check_columns(self, columns: Collection[str], where: str) -> None:
@@ -118,14 +116,17 @@ class DatasetTasks:
         KeyError: no ``prompt`` column and no environment.
 
     Example:
-        >>> tasks = DatasetTasks([{"prompt": "1+1?"}, {"prompt": "2+2?"}], RowRules.of([], False), seed=0, split="train")
+        >>> rows = [{"prompt": "1+1?"}, {"prompt": "2+2?"}]
+        >>> tasks = DatasetTasks(rows, RowRules.of([], False), seed=0, split="train")
         >>> sorted(tasks.draw().row["prompt"] for _ in range(2)), tasks.passes
         (['1+1?', '2+2?'], 1.0)
     """
 
     def __init__(self, dataset: MapDataset, rules: RowRules, *, seed: int, split: str, shuffle: bool = True) -> None:
         if len(dataset) == 0:
-            raise ConfigurationError("the dataset has no rows; give at least one, or no dataset (environments own tasks)")
+            raise ConfigurationError(
+                "the dataset has no rows; give at least one, or no dataset (environments own tasks)"
+            )
         self._dataset = dataset
         self._rules = rules
         self._order = EpochOrder(len(dataset), (seed, split, "dataset") if shuffle else None)

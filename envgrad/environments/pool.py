@@ -41,7 +41,8 @@ class InstancePool:
         ...     def close(self):
         ...         print("closed")
         >>> async def use():
-        ...     pool = InstancePool(*inspect_environment("door", Door), limit=2, workers=WorkerPool(), close_timeout=5.0)
+        ...     spec, probe = inspect_environment("door", Door)
+        ...     pool = InstancePool(spec, probe, limit=2, workers=WorkerPool(), close_timeout=5.0)
         ...     door = await pool.acquire()
         ...     pool.release(door)
         ...     await pool.close()
@@ -89,6 +90,7 @@ class InstancePool:
             EnvironmentFailure: the factory raised, or the pool is closed.
             EnvironmentContractError: the factory returned an instance that it had returned before.
         """
+        waited = False
         while True:
             self._check_open()
             if self._free:
@@ -98,7 +100,11 @@ class InstancePool:
             if len(self._live) + self._busy < self.limit:
                 return await self._build()
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            if waited:  # the place went to somebody else: first in line again
+                self._waiters.appendleft(waiter)
+            else:
+                self._waiters.append(waiter)
+            waited = True
             try:
                 await waiter
             except asyncio.CancelledError:
@@ -140,14 +146,16 @@ class InstancePool:
         """Take in an instance that was made outside (a fork): it is out now, counts to the limit, and gets closed.
 
         Raises:
-            EnvironmentFailure: the pool is closed; the instance is the caller's to close.
+            EnvironmentFailure: the pool is closed (then the instance is closed too).
             EnvironmentContractError: it is one of this pool's instances already.
         """
-        self._check_open()
         self._admit(instance, "fork() returned")
+        if self._closed:
+            self._close_late(instance, wait=0.0)
+        self._check_open()
 
     async def close(self) -> None:
-        """Close every instance once, in parallel, those that are out too. Waits for all; calling it again is harmless."""
+        """Close every instance once, in parallel, those that are out too. Waits for all; again is harmless."""
         if self._closing is None:
             self._closed = True
             self._closing = asyncio.ensure_future(self._close_all())
@@ -176,16 +184,15 @@ class InstancePool:
             raise
 
     async def _construct(self) -> object:
-        born = partial(_born, self.spec.factory, self._admit)
         try:
-            outcome = await call_user(f"{self.spec.label}'s factory", born, workers=self._workers, timeout=None)
+            outcome = await call_user(
+                f"{self.spec.label}'s factory", self._give_birth, workers=self._workers, timeout=None
+            )
         finally:
             self._busy -= 1
             self._wake()
         match outcome:
             case Ok(value=instance):
-                if self._closed and self._forget(instance):
-                    await self._close_one(instance)
                 self._check_open()
                 return instance
             case Raised(error=EnvironmentContractError() as error):
@@ -197,6 +204,21 @@ class InstancePool:
             case TimedOut(seconds=seconds):
                 raise EnvironmentFailure(f"{self.spec.label}: the factory did not return in {seconds:.1f} s")
 
+    def _give_birth(self) -> object:
+        """Build and admit in one go, in the worker's thread: from its first moment on, the instance is to be closed."""
+        instance = self.spec.factory()
+        self._admit(instance, "the factory returned")
+        if self._closed:
+            self._close_late(instance, wait=self._close_timeout)
+        return instance
+
+    def _close_late(self, instance: object, *, wait: float | None) -> None:
+        """Close an instance that came after the pool was closed, when there may be no loop any more."""
+        if self._forget(instance) and self.spec.has_close:
+            for outcome in call_all_now([partial(_call_close, instance)], timeout=wait):
+                if wait != 0.0:
+                    self._collect(outcome)
+
     def _release_built(self, task: asyncio.Task[object]) -> None:
         if not task.cancelled() and task.exception() is None:
             self.release(task.result())
@@ -204,8 +226,8 @@ class InstancePool:
     def _admit(self, instance: object, source: str) -> None:
         if id(instance) in self._live:
             raise EnvironmentContractError(
-                f"{self.spec.label}: {source} the same instance twice: episodes run side by side, so it must build a new "
-                "one each time."
+                f"{self.spec.label}: {source} the same instance twice: episodes run side by side, so it must build a "
+                "new one each time."
             )
         self._state[id(instance)] = "out"
         self._live[id(instance)] = instance
@@ -264,13 +286,6 @@ class InstancePool:
     def _check_out(self, instance: object) -> None:
         if self._state.get(id(instance)) != "out":
             raise ValueError(f"{self.spec.label}: {instance!r} is not an instance that was handed out")
-
-
-def _born(factory: Callable[[], object], admit: Callable[[object, str], None]) -> object:
-    """Build and admit in one go, in the worker's thread: from its first moment on, the instance is one to be closed."""
-    instance = factory()
-    admit(instance, "the factory returned")
-    return instance
 
 
 def _call_close(instance: object) -> object:

@@ -47,7 +47,8 @@ def read_group_rewards(value: object, count: int, where: str) -> list[float | No
         >>> read_group_rewards([1, None], 2, "group_reward")
         [1.0, None]
     """
-    items = value.tolist() if not isinstance(value, Sequence) and hasattr(value, "tolist") else value
+    to_list = getattr(value, "tolist", None)  # numpy's and torch's arrays
+    items = to_list() if callable(to_list) else value
     if isinstance(items, str | bytes) or not isinstance(items, Sequence):
         raise EnvironmentFailure(f"{where} returned {value!r}: it must return a list with one reward per environment.")
     if len(items) != count:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from envgrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from envgrad.environments.contract import EnvironmentSpec
+    from envgrad.environments.spec import EnvironmentSpec
 
 Row: TypeAlias = Mapping[str, Any]
 State: TypeAlias = dict[str, object]
@@ -103,7 +103,7 @@ class EnvironmentTasks:
             length = spec.num_tasks(split)
             if isinstance(length, bool) or not isinstance(length, int) or length < 1:
                 raise ConfigurationError(
-                    f"num_tasks({split!r}) of environment {spec.name!r} is {length!r}; it must be an int of at least 1 "
+                    f"num_tasks({split!r}) of {spec.label} is {length!r}; it must be an int of at least 1 "
                     "(leave num_tasks out if the tasks are endless)"
                 )
             self._order = EpochOrder(length, (seed, split, spec.name) if shuffle else None)

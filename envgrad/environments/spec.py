@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterable
@@ -176,6 +177,4 @@ def copied(value: object) -> object:
         return {key: copied(item) for key, item in value.items()}
     if type(value) in (list, tuple, set):
         return type(value)(copied(item) for item in value)  # type: ignore[attr-defined, call-arg]
-    if isinstance(value, bytearray) or type(value).__module__ == "numpy":
-        return value.copy() if hasattr(value, "copy") else value
-    return value
+    return copy.copy(value) if isinstance(value, bytearray) or type(value).__module__ == "numpy" else value

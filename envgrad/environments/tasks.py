@@ -34,7 +34,7 @@ from envgrad.errors import ConfigurationError
 from envgrad.types import Task
 
 if TYPE_CHECKING:
-    from envgrad.environments.contract import EnvironmentSpec
+    from envgrad.environments.spec import EnvironmentSpec
 
 __all__ = [
     "DatasetTasks",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from envgrad.environments.arguments import describe, fit, shorten
+from envgrad.environments.arguments import clean_text, describe, fit, shorten
 from envgrad.environments.boundary import is_async
 from envgrad.errors import ConfigurationError, EnvironmentContractError, ToolCallError
 
@@ -173,7 +173,7 @@ def unknown_tool(name: object, specs: Sequence[ToolSpec]) -> str:
         return f"The tool call has no tool name. {known}"
     close = difflib.get_close_matches(name[:100], [spec.name for spec in specs], n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    return f"Unknown tool '{shorten(name)}'.{hint} {known}"
+    return clean_text(f"Unknown tool '{shorten(name)}'.{hint} {known}")
 
 
 def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, object]:
@@ -197,7 +197,7 @@ def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, object]:
     except RecursionError:
         values, problems = {}, ["the arguments are nested too deeply"]
     if problems:
-        raise ToolCallError(f"{spec.name}: {'; '.join(problems)}. Signature: {spec.signature}")
+        raise ToolCallError(clean_text(f"{spec.name}: {'; '.join(problems)}. Signature: {spec.signature}"))
     return values
 
 
@@ -255,9 +255,7 @@ def result_text(value: object) -> str:
         text = _blocks_text(value) if isinstance(value, list) and _are_blocks(value) else _dump(value)
     else:
         text = str(value)
-    if not text.isascii():  # lone surrogates have no UTF-8 form and would break the tokenizer
-        text = text.encode("utf-8", "replace").decode("utf-8")
-    return text
+    return clean_text(text)
 
 
 def _are_blocks(value: Sequence[object]) -> bool:
@@ -275,7 +273,9 @@ def _blocks_text(blocks: Sequence[Mapping[str, object]]) -> str:
 def _dump(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are not strings, cycles, extreme depth
+    except RecursionError:
+        return f"({type(value).__name__}, nested too deeply to show)"
+    except (TypeError, ValueError):  # keys that are not strings, cycles
         return str(value)
 
 

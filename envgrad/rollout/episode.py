@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from envgrad.chat.renderer import ChatRenderer, SampledTurn
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool, call_user
@@ -53,11 +54,9 @@ class Opening:
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
+    schemas: list[dict[str, Any]] | None
+    """the tools' schemas as the template gets them; None without tools"""
     prompt_ids: tuple[int, ...]
-
-    @property
-    def schemas(self) -> list[dict[str, object]] | None:
-        return [tool.schema for tool in self.tools] or None
 
 
 @dataclass(slots=True)
@@ -96,8 +95,9 @@ def open_prompt(
     tools = context.spec.tools_of(instance)
     if known is not None and known.messages == messages and known.tools == tools:
         return known
-    prompt_ids = context.renderer.open(messages, [tool.schema for tool in tools] or None)
-    return Opening(messages=messages, tools=tools, prompt_ids=tuple(prompt_ids))
+    schemas = [tool.schema for tool in tools] or None
+    prompt_ids = context.renderer.open(messages, schemas)
+    return Opening(messages=messages, tools=tools, schemas=schemas, prompt_ids=tuple(prompt_ids))
 
 
 def session_of(task: Task, sibling: int, attempt: int) -> Session:

@@ -1,7 +1,7 @@
 """One group: one task, G siblings with one start, retries, and the group's own reward.
 
-Failure policy (a failed episode is never a reward of 0): retried on a fresh instance with the same task, then dropped and
-counted; a group that keeps fewer than two scored siblings is of no use to its trainer, which draws another task.
+Failure policy (a failed episode is never a reward of 0): retried on a fresh instance with the same task, then dropped
+and counted; a group that keeps fewer than two scored siblings is of no use to its trainer, which draws another task.
 """
 
 from __future__ import annotations

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import wait
 from typing import TypeVar
 
 T = TypeVar("T")
+
+LIVENESS_SECONDS = 0.5
+"""how often a waiting caller looks whether the loop's thread lives"""
 
 
 class RolloutLoop:
@@ -22,17 +26,29 @@ class RolloutLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="envgrad-rollouts", daemon=True)
-        self._thread.start()
+        self._thread = self._start_thread()
+
+    def _start_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._serve, name="envgrad-rollouts", daemon=True)
+        thread.start()
+        return thread
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run ``coroutine`` on the loop and wait for it; an interrupt here cancels it there."""
+        """Run ``coroutine`` on the loop and wait for it; an interrupt here cancels it there.
+
+        A ``SystemExit`` or ``KeyboardInterrupt`` that is raised on the loop stops its thread. It is started again, so
+        that what waits there is cleaned up and the exception arrives here.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
+            while not future.done():
+                wait([future], timeout=LIVENESS_SECONDS)
+                if not self._thread.is_alive():
+                    self._thread = self._start_thread()
             return future.result()
         finally:
             future.cancel()

@@ -1,7 +1,7 @@
 """Plays groups: as many at once as fit, whole groups only, in task order; dropped groups are replaced.
 
-Consumes tasks from a ``TaskStream``; produces ``Group``s; waits for the environments and the sampler, each with a deadline
-of its own; the caller waits for a whole round.
+Consumes tasks from a ``TaskStream``; produces ``Group``s; waits for the environments and the sampler, each with a
+deadline of its own; the caller waits for a whole round.
 """
 
 from __future__ import annotations

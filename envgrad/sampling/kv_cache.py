@@ -1,14 +1,15 @@
 """Keys and values of many rows in slots, and attention of one flat, padding-free step over them.
 
-A step forwards T tokens in one row of batch size 1: for each busy slot the tokens that come next, one for a decoding row,
-many for a prompt. ``DecodeLayout`` writes their keys and values into the slots and lets each token attend to its own slot's
-past. Rows of like length attend together; nothing but the attention itself is ever padded.
+A step forwards T tokens in one row of batch size 1: for each busy slot the tokens that come next, one for a decoding
+row, many for a prompt. ``DecodeLayout`` writes their keys and values into the slots and lets each token attend to its
+own slot's past. Rows of like length attend together; nothing but the attention itself is ever padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +22,18 @@ _SPREAD = 2.5
 """attend over a span of slots with holes, instead of gathering the busy ones, up to this ratio of span to busy"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """The tokens ``start .. start + count`` of the row in ``slot``, forwarded in this step."""
+class StepRow(NamedTuple):
+    """The tokens ``start .. start + size`` of the row in ``slot``. (A tuple: made per row and step.)"""
 
     slot: int
     start: int
-    count: int
+    size: int
 
 
 class KVCache:
     """Preallocated keys and values: per layer ``(slots, Hkv, length, D)``, made when a layer first writes.
 
-    Memory is zeroed, never merely reserved: masked positions are multiplied by a weight of 0, which would not hide a NaN.
+    Memory is zeroed, not merely reserved: masked positions get a weight of 0, which would not hide a NaN.
 
     Example:
         >>> cache = KVCache()
@@ -52,7 +52,7 @@ class KVCache:
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
     def resize(self, slots: int, length: int, keep: Sequence[int] | None = None) -> None:
-        """Make room for ``slots`` rows of ``length`` tokens. Old slot ``keep[i]`` becomes slot ``i`` (default: all stay)."""
+        """Make room for ``slots`` rows of ``length`` tokens. Old slot ``keep[i]`` becomes ``i`` (default: all stay)."""
         kept = list(range(min(self.slots, slots))) if keep is None else list(keep)
         for layer, pair in self._layers.items():
             self._layers[layer] = (
@@ -75,7 +75,7 @@ class KVCache:
                     tensor[target, :, :count].copy_(prefix)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (each ``(1, Hkv, T, D)``) at ``(slot[t], position[t])``; returns the layer's buffers."""
+        """Store keys and values (``(1, Hkv, T, D)``) at ``(slot[t], position[t])``; returns the layer's buffers."""
         pair = self._layers.get(layer)
         if pair is None:
             pair = (
@@ -98,7 +98,7 @@ def _moved(old: Tensor, slots: int, length: int, kept: list[int]) -> Tensor:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Rows that attend together: query ``(B, Hq, n, D)``, ``n`` the longest count; shorter rows repeat their last token."""
+    """Rows that attend together: query ``(B, Hq, n, D)``, n the largest size; shorter rows repeat a token."""
 
     rows: list[StepRow]
     offsets: list[int]
@@ -122,8 +122,8 @@ class _Bucket:
 
     def __post_init__(self) -> None:
         rows = self.rows
-        self.keys = max(row.start + row.count for row in rows)
-        self.width = max(row.count for row in rows)
+        self.keys = max(row.start + row.size for row in rows)
+        self.width = max(row.size for row in rows)
         self.fresh = self.width > 1 and all(row.start == 0 for row in rows)
         if self.width == 1 and len(rows) > 1:
             low, high = rows[0].slot, rows[-1].slot + 1
@@ -140,15 +140,15 @@ class _Bucket:
         give: list[int] = []
         tokens: list[int] = []
         for place, row, offset in zip(places, self.rows, self.offsets, strict=True):
-            base, last = place * width, row.count - 1
+            base, last = place * width, row.size - 1
             for step in range(width):
                 inner = step if step < last else last
                 take[base + step] = offset + inner
                 positions[base + step] = row.start + inner
-            give.extend(range(base, base + row.count))
-            tokens.extend(range(offset, offset + row.count))
+            give.extend(range(base, base + row.size))
+            tokens.extend(range(offset, offset + row.size))
         flat = torch.tensor(take + positions + give + tokens + [row.slot for row in self.rows], device=self.device)
-        parts = flat.split([len(take), len(positions), len(give), len(tokens), len(self.rows)])
+        parts = torch.split(flat, [len(take), len(positions), len(give), len(tokens), len(self.rows)])
         self.take, self.positions = parts[0].view(size, width), parts[1].view(size, width)
         self.give, self.tokens, self.slots = parts[2], parts[3], parts[4]
 
@@ -186,7 +186,7 @@ class DecodeLayout:
     Example:
         >>> cache = KVCache()
         >>> cache.resize(2, 8)
-        >>> layout = DecodeLayout(cache, [StepRow(slot=1, start=0, count=3)], torch.device("cpu"))
+        >>> layout = DecodeLayout(cache, [StepRow(slot=1, start=0, size=3)], torch.device("cpu"))
         >>> layout.positions.tolist()
         [0, 1, 2]
         >>> q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
@@ -202,14 +202,14 @@ class DecodeLayout:
         offsets: list[int] = []
         for row in rows:
             offsets.append(len(slots))
-            if row.count == 1:
+            if row.size == 1:
                 slots.append(row.slot)
                 positions.append(row.start)
             else:
-                slots.extend([row.slot] * row.count)
-                positions.extend(range(row.start, row.start + row.count))
+                slots.extend([row.slot] * row.size)
+                positions.extend(range(row.start, row.start + row.size))
         both = torch.tensor(slots + positions, device=device)
-        self.slots, self.positions = both.split(len(slots))
+        self.slots, self.positions = torch.split(both, len(slots))
         """(T,) each token's slot, and its position in its row"""
         self._buckets = [
             _Bucket([rows[index] for index in chosen], [offsets[index] for index in chosen], device)
@@ -233,18 +233,18 @@ class DecodeLayout:
 
 def _partition(rows: Sequence[StepRow]) -> list[list[int]]:
     """Group row indices: decoding rows in slot order, then prompts and suffixes of like length."""
-    decoding = sorted((index for index, row in enumerate(rows) if row.count == 1), key=lambda index: rows[index].slot)
+    decoding = sorted((index for index, row in enumerate(rows) if row.size == 1), key=lambda index: rows[index].slot)
     groups = [decoding] if decoding else []
-    longer = [index for index, row in enumerate(rows) if row.count > 1]
-    longer.sort(key=lambda index: (rows[index].start > 0, rows[index].count, rows[index].start, index))
+    longer = [index for index, row in enumerate(rows) if row.size > 1]
+    longer.sort(key=lambda index: (rows[index].start > 0, rows[index].size, rows[index].start, index))
     current: list[int] = []
     for index in longer:
         row = rows[index]
         if current:
             first = rows[current[0]]
-            keys = max(row.start + row.count, *(rows[other].start + rows[other].count for other in current))
-            fits = row.start == 0 or (len(current) + 1) * row.count * keys <= _MASK_ELEMENTS
-            if (first.start > 0) == (row.start > 0) and row.count <= 1.5 * first.count and fits:
+            keys = max(row.start + row.size, *(rows[other].start + rows[other].size for other in current))
+            fits = row.start == 0 or (len(current) + 1) * row.size * keys <= _MASK_ELEMENTS
+            if (first.start > 0) == (row.start > 0) and row.size <= 1.5 * first.size and fits:
                 current.append(index)
                 continue
         current = [index]

@@ -132,8 +132,8 @@ def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
 class SamplerStats:
     """Counts since the sampler was made.
 
-    ``prefill_tokens + decode_tokens`` is what the model has forwarded. ``decode_tokens`` were sampled by the request that
-    forwards them; everything else is prefill: prompts, suffixes, the last token of an earlier turn.
+    ``prefill_tokens + decode_tokens`` is what the model has forwarded. ``decode_tokens`` were sampled by the request
+    that forwards them; everything else is prefill: prompts, suffixes, the last token of an earlier turn.
     """
 
     steps: int = 0

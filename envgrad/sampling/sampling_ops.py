@@ -1,8 +1,8 @@
 """Logits -> tokens and log-probs, fused over the batch.
 
-Each row draws one uniform number from a counter-based hash of (its seed, the index of the token in its answer), and takes
-the token where the cumulative distribution passes it. So a row's tokens do not depend on what else is in the batch, on the
-order of arrival, or on any generator's state.
+Each row draws one uniform number from a counter-based hash of (its seed, the index of the token in its answer), and
+takes the token where the cumulative distribution passes it. So a row's tokens do not depend on what else is in the
+batch, on the order of arrival, or on any generator's state.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PAD, SYSTEM, TOOLS, USER, ASSISTANT, TOOL, CALL, END = (
     f"<|{name}|>" for name in ("pad", "system", "tools", "user", "assistant", "tool", "call", "end")
 )
 SPECIAL_TOKENS = (PAD, SYSTEM, TOOLS, USER, ASSISTANT, TOOL, CALL, END)
-CALL_PIECES = ('{"name": "', '", "arguments": {', '": "', '": ', '", "', ', "', '"}}', "}}")
+CALL_PIECES = ('{"name": "', '", "arguments": {"', '", "arguments": {', '": "', '": ', '", "', ', "', '"}}', "}}")
 """the fixed parts of a call's JSON"""
 VOCABULARY_SIZE = 600
 

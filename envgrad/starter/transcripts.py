@@ -154,7 +154,7 @@ def _made_up_chat(rng: random.Random) -> Chat:
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": _prose(rng)})
     messages.append({"role": "user", "content": _prose(rng)})
-    for _ in range(rng.randint(1, 4)):
+    for _ in range(rng.randint(1, 3)):
         name, _, draw = rng.choice(drawn)
         messages.append(_call(name, draw(rng)))
         messages.append({"role": "tool", "content": _prose(rng)})
@@ -208,7 +208,7 @@ def _call(name: str, arguments: Arguments) -> Message:
 
 
 def _prose(rng: random.Random) -> str:
-    words = [rng.choice(rng.choice((PROSE, PROSE, VALUES))) for _ in range(rng.randint(1, 8))]
+    words = [rng.choice(rng.choice((PROSE, PROSE, VALUES))) for _ in range(rng.randint(1, 6))]
     if rng.random() < 0.3:
         words.append(str(rng.randint(0, 20)))
     return " ".join(words) + rng.choice(("", ".", ":", "?"))

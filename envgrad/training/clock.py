@@ -23,7 +23,7 @@ def planned_steps(config: RolloutConfig, epoch_length: int | None) -> int:
         return config.max_steps
     if epoch_length is None:
         raise ConfigurationError(
-            "max_steps is not set, and the environment has no num_tasks(split), so its data has no end: set max_steps > 0"
+            "max_steps is not set, and the environment has no end (it has no num_tasks(split)): set max_steps > 0"
         )
     groups = math.ceil(config.num_train_epochs * epoch_length)
     return math.ceil(groups * config.num_generations / config.episodes_per_step) * config.num_iterations

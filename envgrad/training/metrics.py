@@ -14,8 +14,8 @@ from envgrad.types import Episode, Group, StopReason
 def round_metrics(played: Round) -> dict[str, float]:
     """Metrics of one round: rewards, lengths, turns, tools, stop reasons, failures.
 
-    ``reward_std`` is the mean over groups of the siblings' standard deviation, and ``frac_reward_zero_std`` the share of
-    groups in which all siblings earned the same, from which nothing is learned.
+    ``reward_std`` is the mean over groups of the siblings' standard deviation, and ``frac_reward_zero_std`` the share
+    of groups in which all siblings earned the same, from which nothing is learned.
     """
     episodes = [episode for group in played.groups for episode in group.episodes]
     metrics: dict[str, float] = {}

@@ -55,8 +55,8 @@ def load_policy(
     """Load what has to be loaded, check it, and put adapters on it where asked.
 
     Raises:
-        ConfigurationError: a path or name that cannot be loaded, ``model_init_kwargs`` beside a ready model, a model that
-            takes images, no tokenizer, or ``peft_config`` for a model that already has adapters.
+        ConfigurationError: a path or name that cannot be loaded, ``model_init_kwargs`` beside a ready model, a
+            processor, no tokenizer, or ``peft_config`` for a model that already has adapters.
     """
     if isinstance(tokenizer, ProcessorMixin):
         raise ConfigurationError(

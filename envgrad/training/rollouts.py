@@ -1,4 +1,4 @@
-"""Everything that plays episodes for a trainer: environments, renderer, sampler and runner, opened and closed together."""
+"""All that plays episodes for a trainer: environments, renderer, sampler and runner, opened and closed together."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
-
-from torch import nn
 
 from envgrad.chat.renderer import ChatRenderer
 from envgrad.config import RolloutConfig, round_size
@@ -93,7 +91,7 @@ class Rollouts:
             self._probes[name] = probe
             if not spec.may_reward:
                 raise EnvironmentContractError(
-                    f"{name} has no reward source: define get_reward(self) -> float, or return rewards from step or tools"
+                    f"{name} has no reward source: define get_reward(self) -> float, or pay from step or tools"
                 )
 
     def _make_renderer(self) -> ChatRenderer:

@@ -4,8 +4,8 @@
 
     tasks --play--> Round --credit--> samples --split--> one optimizer step's samples --pack--> Batch
 
-Consumes the task stream and the policy as it is when the item is asked for; produces one ``StepItem`` per optimizer step;
-waits for the rollouts. ``num_iterations`` passes are made over each round before the next is played.
+Consumes the task stream and the policy as it is when the item is asked for; produces one ``StepItem`` per optimizer
+step; waits for the rollouts. ``num_iterations`` passes are made over each round before the next is played.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def split_round(
 ) -> list[list[TrainingSample]]:
     """Cut a round's samples into optimizer steps of ``episodes_per_step`` episodes, in group order.
 
-    Places are counted by group and sibling, so that a dropped episode leaves its step smaller and shifts no other. A step
-    that lost all its samples is kept, empty: the step counts.
+    Places are counted by group and sibling, so that a dropped episode leaves its step smaller and shifts no other. A
+    step that lost all its samples is kept, empty: the step counts.
     """
     if not groups:
         return []

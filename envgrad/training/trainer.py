@@ -6,9 +6,9 @@
          ^                                                                             |
          `--------------------------- publish(weights of now) <------------------------'
 
-Callbacks, schedulers, logging, checkpoints and the Hub work as everywhere. What differs: one item is one whole optimizer
-step, so the loop's own gradient accumulation is 1; an epoch of the loop is the whole run, and ``state.epoch`` is set by a
-callback of ours; ``evaluate`` plays episodes.
+Callbacks, schedulers, logging, checkpoints and the Hub work as everywhere. What differs: one item is one whole
+optimizer step, so the loop's own gradient accumulation is 1; an epoch of the loop is the whole run, and ``state.epoch``
+is set by a callback of ours; ``evaluate`` plays episodes.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         if inputs.played is not None:
             self._record_round(inputs.played)
         model.train()
-        # With nothing to learn from there is no backward: weights and optimizer state stay as they are; the step counts.
+        # With nothing to learn from there is no backward: weights and optimizer state stay; the step counts.
         loss = torch.zeros((), device=self.args.device)
         parts: list[Mapping[str, Metric]] = []
         last = len(inputs.batch) - 1
@@ -232,7 +232,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Play ``eval_tasks`` tasks of ``split="eval"``, the same ones every time, and log ``<prefix>_reward`` and others.
+        """Play ``eval_tasks`` tasks of ``split="eval"``, the same ones every time; log ``<prefix>_reward`` and others.
 
         Raises:
             ConfigurationError: ``eval_dataset`` is given: the environment owns the evaluation tasks.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from envgrad.algorithms.grpo import GRPO
 from envgrad.config import GRPOConfig
 from envgrad.training.rollouts import EnvironmentFactory
 from envgrad.training.trainer import RolloutTrainer
@@ -61,7 +60,7 @@ class GRPOTrainer(RolloutTrainer):
         super().__init__(
             model,
             config,
-            GRPO.from_config(config),
+            config.algorithm(),
             environment_factory=environment_factory,
             processing_class=processing_class,
             callbacks=callbacks or (),

@@ -1,0 +1,176 @@
+"""The fallback: ``model.generate``, one row at a time, for models that the local engine cannot serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from envgrad.errors import ConfigurationError, SamplerFailure
+from envgrad.sampling.engine import load_tensors
+from envgrad.sampling.limits import check_request, check_stop_strings, context_of, serving, vocabulary_of
+from envgrad.sampling.requests import Request, SamplerStats, StopStrings
+from envgrad.sampling.sampler import Completion, SamplingParams, Session
+from envgrad.sampling.sampling_ops import SamplingBatch, sample_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class GenerateSampler:
+    """Answers one request at a time with ``model.generate``; slow, and right for every causal LM.
+
+    The same seeds give the same tokens as ``LocalSampler`` (up to float rounding). Log-probs come from one plain
+    forward of the finished row, so they are the trainer's.
+
+    Raises:
+        ConfigurationError: ``max_context`` is out of range.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> sampler = GenerateSampler(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)))
+        >>> session = Session(key="train/0/0", group="train/0", order=(0, 0, 0))
+        >>> sampler.begin(session)
+        >>> len(asyncio.run(sampler.sample([1, 2], SamplingParams(max_tokens=3), session)).token_ids)
+        3
+        >>> sampler.close()
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_context: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._model = model
+        self._max_context = context_of(model, max_context)
+        self._vocabulary = vocabulary_of(model)
+        self._stops = None if tokenizer is None else StopStrings(tokenizer)
+        self._autocast = autocast
+        self._version = 0
+        self._sessions: set[str] = set()
+        self._closed = False
+        self._running: set[Request] = set()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="envgrad-sampler")
+        self.stats = SamplerStats()
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    def begin(self, session: Session) -> None:
+        if session.key in self._sessions:
+            raise ConfigurationError(f"session {session.key!r} has begun already; end it before it begins again")
+        self._sessions.add(session.key)
+
+    def end(self, session: Session) -> None:
+        self._sessions.discard(session.key)
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, session: Session) -> Completion:
+        check_request(prompt_ids, params, max_context=self._max_context, vocabulary=self._vocabulary)
+        check_stop_strings(params, self._stops)
+        if session.key not in self._sessions:
+            raise ConfigurationError(f"session {session.key!r} has not begun; call begin(session) before sample")
+        if self._closed:
+            raise SamplerFailure("the sampler is closed")
+        request = Request.of(prompt_ids, params, session, self._max_context)
+        self._running.add(request)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._worker, self._answer, request)
+        except asyncio.CancelledError:
+            request.limit = 0
+            if self._closed:
+                raise SamplerFailure("the sampler is closed") from None
+            raise
+        finally:
+            self._running.discard(request)
+
+    def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
+        """Serve policy ``version`` after the row that is being sampled."""
+        self._worker.submit(self._update, version, named_tensors).result()
+
+    def close(self) -> None:
+        """Stop; open requests fail with ``SamplerFailure``. Safe to call twice."""
+        self._closed = True
+        for request in list(self._running):
+            request.limit = 0
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _update(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
+        if named_tensors is not None:
+            load_tensors(self._model, named_tensors)
+        self._version = version
+
+    def _answer(self, request: Request) -> Completion:
+        request.policy_version = self._version
+        device = self._model.device
+        own_config = self._model.generation_config
+        with serving(self._model, self._autocast):
+            # a fresh one: generate fills what a given configuration leaves out from the model's own
+            self._model.generation_config = GenerationConfig()
+            try:
+                self._generate(request, torch.tensor([request.tokens], device=device))
+            finally:
+                self._model.generation_config = own_config
+            if self._closed:
+                raise SamplerFailure("the sampler is closed")
+            output: Any = self._model(input_ids=torch.tensor([request.tokens[:-1]], device=device), use_cache=False)
+        logits: Tensor = output.logits[0, request.prompt_length - 1 :].float()
+        temperature = 1.0 if request.params.greedy else request.params.temperature
+        targets = torch.tensor(request.tokens[request.prompt_length :], device=device).unsqueeze(1)
+        request.logprobs = torch.log_softmax(logits / temperature, -1).gather(1, targets).squeeze(1).tolist()
+        sampled = len(request.logprobs)
+        self.stats.completions += 1
+        self.stats.sampled_tokens += sampled
+        self.stats.prefill_tokens += request.prompt_length
+        self.stats.decode_tokens += sampled - 1
+        return request.completion
+
+    def _generate(self, request: Request, prompt: Tensor) -> None:
+        generate: Any = self._model.generate
+        choose = _Choose(request, self._stops, prompt.device)
+        generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=request.params.max_tokens),
+            logits_processor=LogitsProcessorList([choose]),
+            stopping_criteria=StoppingCriteriaList([_Finished(request)]),
+        )
+
+
+class _Choose(LogitsProcessor):  # type: ignore[misc, no-untyped-call, unused-ignore]
+    """Samples as the local engine does, and leaves the choice as the only finite score."""
+
+    def __init__(self, request: Request, stops: StopStrings | None, device: torch.device) -> None:
+        self._request = request
+        self._stops = stops
+        self._batch = SamplingBatch.of([request.params], device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        request = self._request
+        tokens, logprobs = sample_tokens(scores, self._batch, [len(request.logprobs)], [request.tokens])
+        request.take(tokens[0], logprobs[0], self._stops)
+        only = torch.full_like(scores, float("-inf"))
+        only[0, tokens[0]] = 0.0
+        return only
+
+
+class _Finished(StoppingCriteria):  # type: ignore[misc, no-untyped-call, unused-ignore]
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        done = self._request.stop_reason is not None or len(self._request.tokens) >= self._request.limit
+        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)

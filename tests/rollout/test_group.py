@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+from envgrad.environments.tasks import hash63
+from envgrad.errors import EnvironmentContractError, EnvironmentFailure, TooManyFailures
+from envgrad.rollout.group import GroupPolicy
+from helpers.world import Counter, call, play, turn, world
+
+
+def fresh(base):
+    """A subclass with its own counters of instances."""
+    return type(base.__name__, (base,), {"opened": 0, "closed": 0})
+
+
+def test_siblings_get_one_task_and_groups_different_ones():
+    class Draws:
+        def reset(self, seed, group_id):
+            self.task = (seed, group_id)
+            return f"Task {random.Random(seed).randrange(10**9)}"
+
+        def get_reward(self):
+            return float(self.task[0] % 1000)
+
+    groups = play(Draws, [turn("x")], groups=3, siblings=4).groups
+    openings = [{episode.messages[0]["content"] for episode in group.episodes} for group in groups]
+    assert [len(opening) for opening in openings] == [1, 1, 1]
+    assert len(set.union(*openings)) == 3
+    assert all(len({episode.reward for episode in group.episodes}) == 1 for group in groups)
+    assert all(group.start_mismatch is None for group in groups)
+
+
+def test_an_environment_that_draws_by_itself_is_forked_so_that_siblings_share_the_hidden_word():
+    class Hidden:
+        def __init__(self):
+            self.random = random.Random()
+
+        def reset(self):
+            self.word = self.random.randrange(10**9)
+            return "Guess."
+
+        def get_reward(self):
+            return float(self.word)
+
+    groups = play(Hidden, [turn("x")], groups=3, siblings=4).groups
+    rewards = [{episode.reward for episode in group.episodes} for group in groups]
+    assert [len(r) for r in rewards] == [1, 1, 1] and len(set.union(*rewards)) == 3
+    assert all(group.start_mismatch is None for group in groups)
+
+
+class SecretlyDifferent:
+    """Cannot be forked (it has `close`) and draws its word from nothing shared."""
+
+    def reset(self):
+        self.word = random.SystemRandom().randrange(10**9)
+        return "Guess."
+
+    def get_reward(self):
+        return 1.0
+
+    def close(self):
+        pass
+
+
+def test_a_hidden_difference_is_named_once_and_is_an_error_if_required(caplog):
+    with caplog.at_level(logging.WARNING):
+        groups = play(SecretlyDifferent, [turn("x")], groups=3, siblings=2).groups
+    assert all("word" in group.start_mismatch for group in groups)
+    assert sum("start differently" in record.message for record in caplog.records) == 1
+    with pytest.raises(EnvironmentContractError, match="word"):
+        play(SecretlyDifferent, [turn("x")], siblings=2, consistency="require")
+    assert play(SecretlyDifferent, [turn("x")], siblings=2, consistency="off").groups[0].start_mismatch is None
+
+
+def test_groups_come_back_in_task_order_whatever_finishes_first():
+    def latency(session):
+        return 0.05 if session.order[0] == 0 else 0.0
+
+    with world(Counter, [turn("x")], latency=latency) as (runner, tasks, _):
+        groups = runner.play(tasks, 4, GroupPolicy(num_generations=2)).groups
+    assert [group.task.position for group in groups] == [0, 1, 2, 3]
+    assert [[episode.sibling for episode in group.episodes] for group in groups] == [[0, 1]] * 4
+
+
+def test_a_slow_sibling_delays_nobody():
+    def latency(session):
+        return 0.4 if session.order[1] == 0 else 0.02
+
+    began = time.monotonic()
+    with world(Counter, [turn(call("inc", n=1))] * 3 + [turn("x")], latency=latency) as (runner, tasks, sampler):
+        runner.play(tasks, 1, GroupPolicy(num_generations=4))
+        finished = [request.session.order[1] for request in sampler.requests if request.turn == 3]
+    assert finished[-1] == 0 and time.monotonic() - began < 4 * 0.4 + 1
+
+
+class Flaky(Counter):
+    """Fails in ``inc`` until its class has seen ``failures`` of them."""
+
+    failures = 1
+    lock = threading.Lock()
+
+    def inc(self, n: int) -> str:
+        """Add.
+
+        Args:
+            n: How much.
+        """
+        with self.lock:
+            if type(self).failures > 0:
+                type(self).failures -= 1
+                raise EnvironmentFailure("power cut")
+        self.n += n
+        return str(self.n)
+
+
+def test_a_failed_episode_is_retried_on_a_fresh_instance_with_the_same_task():
+    factory = fresh(Flaky)
+    factory.failures = 1
+    with world(factory, [turn(call("inc", n=3)), turn("x")]) as (runner, tasks, sampler):
+        group = runner.play(tasks, 1, GroupPolicy(num_generations=2)).groups[0]
+        keys = [request.session.key for request in sampler.requests]
+        seeds = {request.session.key: request.params.seed for request in sampler.requests if request.turn == 0}
+        assert sampler.open_sessions == frozenset()
+    assert [episode.reward for episode in group.episodes] == [3.0, 3.0] and not group.failures
+    retried = [key for key in keys if key.endswith("/1")]
+    assert len(set(retried)) == 1 and len(set(seeds.values())) == 3, "the attempt enters the sampling seed"
+    assert sorted(episode.attempt for episode in group.episodes) == [0, 1]
+    assert factory.opened == 3 == factory.closed
+
+
+def test_a_failure_is_never_reward_zero_and_the_group_goes_on_with_two_scored_siblings():
+    factory = fresh(Flaky)
+    factory.failures = 2
+    played = play(factory, [turn(call("inc", n=3)), turn("x")], siblings=4, retries=0)
+    group = played.groups[0]
+    assert group.task.position == 0 and [episode.reward for episode in group.episodes] == [3.0, 3.0]
+    assert played.failures == {"environment": 2}
+    assert {failure.sibling for failure in group.failures}.isdisjoint({e.sibling for e in group.episodes})
+
+
+def test_a_group_below_the_quorum_is_dropped_and_the_next_task_takes_its_place():
+    factory = fresh(Flaky)
+    factory.failures = 3
+    with world(factory, [turn(call("inc", n=3)), turn("x")], max_groups=1) as (runner, tasks, _):
+        played = runner.play(tasks, 2, GroupPolicy(num_generations=4, max_episode_retries=0))
+        assert tasks.position == 3
+    assert [group.task.position for group in played.groups] == [1, 2]
+    assert [group.task.position for group in played.dropped] == [0]
+    assert played.failures == {"environment": 3}
+
+
+def test_too_many_dropped_groups_stop_the_run_with_the_cause():
+    class Broken(Counter):
+        def reset(self, seed):
+            raise OSError("no disk")
+
+    factory = fresh(Broken)
+    with pytest.raises(TooManyFailures, match="3 groups in a row") as caught:
+        play(factory, [turn("x")], groups=8, siblings=2, retries=1, max_consecutive_failed_groups=3)
+    assert isinstance(caught.value.__cause__, EnvironmentFailure) and "no disk" in str(caught.value)
+    assert factory.opened == factory.closed
+
+
+def test_reset_and_reward_timeouts_are_failures_of_their_kind():
+    import asyncio
+
+    class SlowReset:
+        async def reset(self, seed):
+            await asyncio.sleep(3600)
+
+        def get_reward(self):
+            return 1.0
+
+    class SlowReward:
+        def reset(self, seed):
+            return "go"
+
+        async def get_reward(self):
+            await asyncio.sleep(3600)
+
+    for factory, kind in ((SlowReset, "reset_timeout"), (SlowReward, "reward_timeout")):
+        with (
+            world(factory, [turn("x")], max_consecutive_failed_groups=2, reset_timeout=0.05, reward_timeout=0.05) as (
+                runner,
+                tasks,
+                _,
+            ),
+            pytest.raises(TooManyFailures) as caught,
+        ):
+            runner.play(tasks, 2, GroupPolicy(num_generations=2, max_episode_retries=0))
+        assert caught.value.__cause__.kind == kind
+
+
+def test_group_reward_scores_siblings_together_while_all_are_alive():
+    class Rank(Counter):
+        @classmethod
+        def group_reward(cls, environments):
+            assert cls.closed == 0
+            best = max(environment.n for environment in environments)
+            return [float(environment.n == best) for environment in environments]
+
+        get_reward = None  # type: ignore[assignment]
+
+    factory = fresh(Rank)
+    script = {f"train/0/{i}/0": [turn(call("inc", n=i)), turn("x")] for i in range(3)}
+    group = play(factory, script, siblings=3).groups[0]
+    assert [episode.reward for episode in group.episodes] == [0.0, 0.0, 1.0]
+
+    class Wrong(Rank):
+        @classmethod
+        def group_reward(cls, environments):
+            return [1.0]
+
+    with pytest.raises(TooManyFailures, match="1 rewards for 3"):
+        play(fresh(Wrong), script, siblings=3, retries=0, max_consecutive_failed_groups=1)
+
+
+def test_a_first_group_without_any_reward_is_an_error_that_says_so():
+    class Unpaid:
+        def reset(self, seed):
+            return "go"
+
+        def act(self) -> str:
+            """Act."""
+            return "x"
+
+    with pytest.raises(EnvironmentContractError, match="get_reward"):
+        play(Unpaid, [turn("x")], siblings=2)
+
+
+@pytest.mark.parametrize("way_out", ["end", "error", "interrupt"])
+def test_every_instance_is_closed_exactly_once_on_every_way_out(way_out):
+    factory = fresh(Counter)
+
+    def script(prompt_ids, params, session):
+        if way_out == "error" and session.order == (1, 1, 0):
+            raise ZeroDivisionError("a bug of ours")
+        return turn(call("inc", n=1)) if way_out == "interrupt" else turn("x")
+
+    def run():
+        with world(factory, script, latency=0.01) as (runner, tasks, _):
+            runner.play(tasks, 3, GroupPolicy(num_generations=2))
+
+    if way_out == "end":
+        run()
+    elif way_out == "error":
+        with pytest.raises(ZeroDivisionError):
+            run()
+    else:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert factory.opened == factory.closed > 0
+
+
+def test_whole_groups_are_admitted_under_a_bound_on_concurrency():
+    alive, peak, lock = [0], [0], threading.Lock()
+
+    class Busy:
+        def reset(self, seed):
+            with lock:
+                alive[0] += 1
+                peak[0] = max(peak[0], alive[0])
+            return "go"
+
+        def get_reward(self):
+            with lock:
+                alive[0] -= 1
+            return 1.0
+
+    with world(Busy, [turn("x")], max_groups=2, latency=0.01) as (runner, tasks, _):
+        groups = runner.play(tasks, 8, GroupPolicy(num_generations=3)).groups
+    assert len(groups) == 8 and peak[0] <= 6
+
+
+def test_group_ids_are_hashes_with_63_bits():
+    groups = play(Counter, [turn("x")], groups=2, siblings=2).groups
+    for group in groups:
+        assert 2 < group.task.group_id < 2**63
+        assert group.task.seed == hash63("seed", group.task.group_id)

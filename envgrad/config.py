@@ -75,8 +75,8 @@ class RolloutConfig(TrainingArguments):
 
     learning_rate: float = 1e-6
     logging_steps: float = 10
-    bf16: bool | None = None  # type: ignore[assignment]  # None is resolved below
-    remove_unused_columns: bool | None = False  # type: ignore[assignment]
+    bf16: bool | None = None
+    remove_unused_columns: bool | None = False
     # -- the model
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments for from_pretrained when `model` is a name or path."}
@@ -184,6 +184,7 @@ class RolloutConfig(TrainingArguments):
         defaults: dict[str, object] = {f.name: f.default for f in fields(TrainingArguments)}
         # Some defaults are resolved to another spelling by TrainingArguments itself.
         unset: dict[str, tuple[object, ...]] = {
+            "dataloader_pin_memory": (True, not self.use_cpu),
             "include_for_metrics": ([],),
             "include_num_input_tokens_seen": (False, "no"),
             "remove_unused_columns": (False, None),
@@ -260,7 +261,8 @@ class RolloutConfig(TrainingArguments):
     @property
     def episodes_per_step(self) -> int:
         """Episodes that one optimizer step trains, over all processes."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+        episodes: int = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+        return episodes
 
     @property
     def steps_per_round(self) -> int:

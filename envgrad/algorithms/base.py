@@ -34,6 +34,11 @@ class Algorithm(Protocol):
         """How ``loss`` uses entropies."""
         ...
 
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether samples whose advantages are all 0 add nothing to the loss's gradient, so that none is forwarded."""
+        ...
+
     def credit(self, groups: Sequence[Group]) -> list[TrainingSample]:
         """A sample for each episode that can be scored, with an advantage on each of its sampled tokens."""
         ...

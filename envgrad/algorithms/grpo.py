@@ -114,6 +114,10 @@ class GRPO:
     def entropy(self) -> EntropyMode:
         return "grad" if self.entropy_coef else "metric"
 
+    @property
+    def skips_zero_advantages(self) -> bool:
+        return not self.beta and not self.entropy_coef
+
     def credit(self, groups: Sequence[Group]) -> list[TrainingSample]:
         rewards = [[episode.reward for episode in group.episodes] for group in groups]
         advantages = grpo_advantages(rewards, self.scale_rewards)

@@ -141,7 +141,7 @@ class JsonForm:
             body_end, end = find_close(text, body, self.close, self.open)
             return Found(start=at, end=end, calls=(malformed(text[body:body_end], str(error)),))
         values = value if isinstance(value, list) and value else [value]
-        return Found(start=at, end=end, calls=tuple(self._call(item) for item in values))
+        return Found(start=at, end=end, calls=tuple(self._call(item, text[body:end]) for item in values))
 
     def _bare(self, text: str, start: int) -> int:
         """Where a call without an opening mark starts: only right at ``start``, so that JSON in prose is no call."""
@@ -150,20 +150,20 @@ class JsonForm:
             at += 1
         return at if _BARE_CALL.match(text, at) else -1
 
-    def _call(self, value: object) -> RawCall:
+    def _call(self, value: object, written: str) -> RawCall:
         inner = value.get("function") if isinstance(value, dict) else None
         fields = inner if isinstance(inner, dict) else value
         if not isinstance(fields, dict):
-            return malformed(json.dumps(value), f"a call must be a JSON object, got {type(value).__name__}")
+            return malformed(written, f"a call must be a JSON object, got {type(value).__name__}")
         name = fields.get(self.name_key)
         if not isinstance(name, str) or not name:
-            return malformed(json.dumps(value), f"a call must name its tool as a string in {self.name_key!r}")
+            return malformed(written, f"a call must name its tool as a string in {self.name_key!r}")
         arguments = fields.get(self.arguments_key, fields.get("arguments", fields.get("parameters", {})))
-        written = value.get("id", fields.get("id")) if isinstance(value, dict) else None
+        call_id = value.get("id", fields.get("id")) if isinstance(value, dict) else None
         return RawCall(
             name=name,
             arguments=_unwrap(arguments) if self.unwrap else arguments,
-            id=written if isinstance(written, str) and written else None,
+            id=call_id if isinstance(call_id, str) and call_id else None,
         )
 
 

@@ -11,17 +11,17 @@ Earlier turns are never rendered again, so it does not matter what the template 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import ChatTemplateError
 from ..types import Message
 from .template import PROBE_RESULT, PROBE_TOOL, PROBE_USER, SENTINEL, ChatTemplate, ToolSchemas, content_text
 
 _MAX_CACHED = 256
+_MAX_LITERAL = 80
 _SAFE_ID = "envgrad{:02d}"  # 9 letters and digits, the narrowest form of id that a published template asks for
 
 _TRANSFORMS: tuple[Callable[[str], str], ...] = (
@@ -32,16 +32,8 @@ _TRANSFORMS: tuple[Callable[[str], str], ...] = (
 """What templates do to a result's text: nothing, ``| trim``, ``| tojson``."""
 
 _PROBE_CONTENTS = (
-    "",
-    "0",
-    " \n",
-    "  two words \n",
-    "a\n\nb\n",
-    '<b a="1">&</b>',
-    "{'a': [1]}",
-    '{"a": "\\n"}',
-    "\u00e9\u4e2d\U0001f600",
-    "\\n",
+    *("", "0", "a", " \n", "  two words \n", "a\n\nb\n", "\\n", "\u00e9\u4e2d\U0001f600"),
+    *('<b a="1">&</b>', "{'a': [1]}", '{"a": "\\n"}', "long " * 1000),
 )
 
 
@@ -179,9 +171,12 @@ class SuffixWriter:
     def _cut(self, results: Sequence[Message], tools: ToolSchemas, style: TurnStyle) -> str:
         calls = [message for message in results if message.get("role") == "tool"] if style.with_call else []
         # Of several calls the last one is followed by the results; a template may print only the first.
+        sentinel = SENTINEL
+        while any(sentinel in content_text(message.get("content")) for message in results):
+            sentinel += "x"
         for marked in dict.fromkeys((max(len(calls) - 1, 0), 0)):
-            text = self._template.render([*_opening(calls, marked), *results], tools)
-            _, found, after = text.partition(SENTINEL)
+            text = self._template.render([*_opening(calls, marked, sentinel), *results], tools)
+            _, found, after = text.partition(sentinel)
             if found:
                 return after[self._call_end(after) :] if style.with_call else after.removeprefix(style.end_of_turn)
         raise ChatTemplateError(
@@ -221,7 +216,7 @@ class SuffixWriter:
     def _prove(self, result: Message, tools: ToolSchemas, style: TurnStyle) -> Affixes | None:
         """The affixes, if composing equals rendering on every probe content.
 
-        A template can treat a content apart only by comparing it with its own string literals, so these are probes too.
+        A template treats a content apart by its length, or by comparing it with string literals: these are probes too.
         """
         marked = self._try_tail([{**result, "content": PROBE_RESULT}], tools, style)
         if marked is None or marked.count(PROBE_RESULT) != 1:
@@ -287,18 +282,18 @@ def _probe_result(**fields: str) -> Message:
     return {"role": "tool", "name": name, "tool_call_id": _ids(1)[0], "content": PROBE_RESULT, **fields}
 
 
-def _opening(calls: Sequence[Message], marked: int = 0) -> list[Message]:
+def _opening(calls: Sequence[Message], marked: int = 0, sentinel: str = SENTINEL) -> list[Message]:
     """A user message and a turn with the sentinel: as its content, or as an argument of call number ``marked``."""
     user: Message = {"role": "user", "content": PROBE_USER}
     if not calls:
-        return [user, {"role": "assistant", "content": SENTINEL}]
+        return [user, {"role": "assistant", "content": sentinel}]
     written = [
         {
             "id": call.get("tool_call_id") or name,
             "type": "function",
             "function": {
                 "name": call.get("name") or PROBE_TOOL["function"]["name"],
-                "arguments": {"envgradkey": SENTINEL if index == marked else ""},
+                "arguments": {"envgradkey": sentinel if index == marked else ""},
             },
         }
         for index, (call, name) in enumerate(zip(calls, _ids(len(calls)), strict=True))
@@ -344,8 +339,9 @@ def _tool_names(tools: ToolSchemas) -> set[str]:
 
 
 def _literals(template: ChatTemplate) -> list[str]:
+    from jinja2 import Environment
+
     source = template.tokenizer.get_chat_template(template.source)
-    found: dict[str, Any] = dict.fromkeys(
-        a or b for a, b in re.findall(r"'([^'\n]{1,80})'|\"([^\"\n]{1,80})\"", source)
-    )
+    strings = [str(value)[1:-1] for _, kind, value in Environment().lex(source) if kind == "string"]
+    found = dict.fromkeys(literal for literal in strings if literal and len(literal) <= _MAX_LITERAL)
     return [content for literal in found for content in (literal, f"{literal}x{literal}")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,12 +116,11 @@ class PythonForm:
         reason = "expected [name(argument=value)]"
         for body_end, end in self._ends(text, body):
             try:
-                tree = ast.parse(text[body:body_end].strip(), mode="eval").body
+                calls = _python_calls(text[body:body_end].strip(), tools)
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 reason = error.msg if isinstance(error, SyntaxError) else str(error)
                 continue
-            nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
-            return Found(start=at, end=end, calls=tuple(_python_call(node, tools) for node in nodes))
+            return Found(start=at, end=end, calls=calls)
         body_end, end = find_close(text, body, self.close, self.open)
         return Found(start=at, end=end, calls=(malformed(text[body:body_end], reason),))
 
@@ -133,6 +133,14 @@ class PythonForm:
             ends.append((at if self.close else at + 1, at + len(mark)))
             at = text.find(mark, at + 1)
         return ends or [(len(text), len(text))]
+
+
+def _python_calls(text: str, tools: ToolSchemas) -> tuple[RawCall, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the parser warns of odd literals in text that is not ours
+        tree = ast.parse(text, mode="eval").body
+    nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+    return tuple(_python_call(node, tools) for node in nodes)
 
 
 def _python_call(node: ast.expr, tools: ToolSchemas) -> RawCall:

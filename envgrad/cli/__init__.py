@@ -1,1 +1,1 @@
-"""The ``envgrad`` command. Only ``main`` is imported at its start: help and version load neither torch nor transformers."""
+"""The ``envgrad`` command. Its start imports ``main`` alone: help and version load neither torch nor transformers."""

@@ -159,7 +159,9 @@ class RunDisplay(TrainerCallback):  # type: ignore[misc]  # transformers ships n
         reward = f"{sum(new) / len(new):.3f}" if new else "-"
         parts = [f"step {figures.step}/{figures.max_steps}", f"reward {reward}"]
         if len(figures.by_environment) > 1:
-            parts += [f"{printable(name)} {values[-1]:.3f}" for name, values in figures.by_environment.items() if values]
+            parts += [
+                f"{printable(name)} {values[-1]:.3f}" for name, values in figures.by_environment.items() if values
+            ]
         parts += [f"{name} {self._logs[name]:.3g}" for name in ("loss", "kl") if name in self._logs]
         parts += [
             f"{figure(figures.episodes_per_second())} episodes/s",
@@ -225,7 +227,9 @@ class RunDisplay(TrainerCallback):  # type: ignore[misc]  # transformers ships n
             last = f"{values[-1]:.3f}" if values else "-"
             first = f"from {values[0]:.3f}" if values else ""
             curve = sparkline(values, width, bars=self._bars)
-            grid.add_row(Text(name, style="bold"), Text(last, style="bold green"), Text(curve, style="green"), Text(first))
+            grid.add_row(
+                Text(name, style="bold"), Text(last, style="bold green"), Text(curve, style="green"), Text(first)
+            )
         if self._evaluation:
             grid.add_row(Text("evaluation", style="bold"), Text(self._evaluation_text()))
         return grid

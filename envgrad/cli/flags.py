@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ def read_fields(config: type) -> dict[str, ConfigField]:
         [('--learning-rate', 'must be a number'), ('--max-turns', 'must be a whole number or none')]
     """
     hints = get_type_hints(config)
-    owners = {name: base.__name__ for base in reversed(config.__mro__) for name in base.__dict__.get("__annotations__", ())}
+    owners = {name: base.__name__ for base in reversed(config.__mro__) for name in inspect.get_annotations(base)}
     found = {}
     for field in dataclasses.fields(config):
         kinds, choices, optional = _kinds(hints[field.name])

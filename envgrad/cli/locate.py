@@ -40,7 +40,7 @@ def locate_environments(specs: Sequence[str]) -> Callable[[], object] | dict[str
     found: dict[str, Callable[[], object]] = {}
     for given, spec in named:
         factory = locate(spec)
-        name = given or getattr(factory, "__name__", "environment")
+        name = given or str(getattr(factory, "__name__", "environment"))
         if name in found:
             raise ConfigurationError(f"two environments are named {name!r}; tell them apart: other_name={spec}")
         found[name] = factory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,7 +119,7 @@ def _draw(canvas: _Canvas, values: Sequence[float], low: float, high: float) -> 
     ]
     for x, y in points[:1]:
         canvas.dot(x, y)
-    for (x0, y0), (x1, y1) in zip(points[:-1], points[1:], strict=True):
+    for (x0, y0), (x1, y1) in pairwise(points):
         length = max(x1 - x0, abs(y1 - y0), 1)
         for part in range(length + 1):
             canvas.dot(x0 + round((x1 - x0) * part / length), y0 + round((y1 - y0) * part / length))
@@ -160,11 +161,21 @@ def save_png(
     for name, values in several.items():
         steps = range(1, len(values) + 1)
         axes.plot(steps, values, linewidth=1.2, alpha=0.8, label=_label(name))
-    axes.plot(range(1, len(rewards) + 1), rewards, color="black", linewidth=2, marker="o", markersize=2.5, label="mean reward")
+    axes.plot(
+        range(1, len(rewards) + 1), rewards, color="black", linewidth=2, marker="o", markersize=2.5, label="mean reward"
+    )
     styles = ("--", ":", "-.")
     for index, (name, level) in enumerate((references or {}).items()):
-        axes.axhline(level, color=f"C{index + 1}", linestyle=styles[index % 3], linewidth=1.2, label=f"{_label(name)} {level:.2f}")
-    low, high = value_range([*rewards, *(value for values in several.values() for value in values)], list((references or {}).values()))
+        axes.axhline(
+            level,
+            color=f"C{index + 1}",
+            linestyle=styles[index % 3],
+            linewidth=1.2,
+            label=f"{_label(name)} {level:.2f}",
+        )
+    low, high = value_range(
+        [*rewards, *(value for values in several.values() for value in values)], list((references or {}).values())
+    )
     margin = 0.03 * (high - low)
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlabel("round of rollouts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 # Escape sequences as a whole, so that no "[31m" stays behind: CSI, OSC (titles, links), then any other two bytes.
 _ESCAPES = re.compile(
@@ -51,10 +52,7 @@ def buckets(values: Sequence[float], count: int) -> list[float]:
     if len(values) <= count:
         return list(values)
     edges = [round(index * len(values) / count) for index in range(count + 1)]
-    return [
-        math.fsum(values[start:end]) / (end - start)
-        for start, end in zip(edges[:-1], edges[1:], strict=True)
-    ]  # fmt: skip
+    return [math.fsum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
 
 
 def sparkline(values: Sequence[float], width: int = 40, *, bars: str = BLOCKS) -> str:

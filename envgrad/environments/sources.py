@@ -23,6 +23,8 @@ Row: TypeAlias = Mapping[str, Any]
 State: TypeAlias = dict[str, object]
 """JSON-able"""
 
+_64_BITS = (1 << 64) - 1
+
 SHUFFLED_AS_LIST = 1 << 16
 """Up to this length an epoch's order is one shuffled list; longer ones are computed index by index."""
 
@@ -231,34 +233,42 @@ class EpochOrder:
     def __init__(self, length: int, key: tuple[int | str, ...] | None) -> None:
         self.length = length
         self._key = key
-        self._shuffled: tuple[int, list[int]] | None = None
+        self._epoch: int | None = None
+        self._state: list[int] = []
+        """of the current epoch: the shuffled indices, or the permutation's keys"""
 
     def at(self, number: int) -> tuple[int, int]:
         """``(epoch, index)`` of draw ``number``."""
         epoch, position = divmod(number, self.length)
         if self._key is None:
             return epoch, position
-        if self.length > SHUFFLED_AS_LIST:
-            return epoch, _permuted(position, self.length, hash63("order", *self._key, epoch))
-        if self._shuffled is None or self._shuffled[0] != epoch:
-            order = list(range(self.length))
-            random.Random(hash63("order", *self._key, epoch)).shuffle(order)
-            self._shuffled = epoch, order
-        return epoch, self._shuffled[1][position]
+        is_listed = self.length <= SHUFFLED_AS_LIST
+        if self._epoch != epoch:
+            self._epoch = epoch
+            random_source = random.Random(hash63("order", *self._key, epoch))
+            if is_listed:
+                self._state = list(range(self.length))
+                random_source.shuffle(self._state)
+            else:
+                self._state = [random_source.getrandbits(64) for _ in range(4)]
+        return epoch, self._state[position] if is_listed else _permuted(position, self.length, self._state)
 
 
-def _permuted(index: int, length: int, key: int) -> int:
+def _permuted(index: int, length: int, keys: Sequence[int]) -> int:
     """Where a pseudo-random permutation of ``range(length)`` sends ``index``, without building the permutation.
 
-    A four-round Feistel network permutes the smallest even number of bits that holds ``length``; results outside are
-    sent through it again until they fall inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network with one round per key permutes the smallest even number of bits that holds ``length``; results
+    outside are sent through it again until they fall inside (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). The rounds mix as SplitMix64 does.
     """
     half = ((length - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for round_number in range(4):
-            left, right = right, left ^ (hash63(key, round_number, right) & mask)
+        for key in keys:
+            mixed = (right + key) * 0xBF58476D1CE4E5B9 & _64_BITS
+            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS
+            left, right = right, (left ^ mixed ^ mixed >> 31) & mask
         index = left << half | right
         if index < length:
             return index

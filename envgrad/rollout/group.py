@@ -13,8 +13,15 @@ from dataclasses import dataclass, field, replace
 from envgrad.environments.boundary import Ok, Raised, call_user
 from envgrad.environments.contract import read_group_rewards
 from envgrad.environments.pool import InstancePool
-from envgrad.environments.start import StartMode, compare_starts, decide_start, fingerprint, fork_instance
-from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, RewardTimeout
+from envgrad.environments.start import (
+    StartFingerprint,
+    StartMode,
+    compare_starts,
+    decide_start,
+    fingerprint,
+    fork_instance,
+)
+from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, ResetTimeout, RewardTimeout
 from envgrad.rollout.episode import EpisodeContext, EpisodeStart, Opening, play, session_of, start, value_or_failure
 from envgrad.rollout.loop import gather_or_cancel
 from envgrad.sampling.sampler import Session
@@ -66,7 +73,7 @@ class GroupRun:
         try:
             await self._start_all()
             if self.policy.group_consistency != "off":
-                self._compare()
+                await self._compare()
             await gather_or_cancel([self._play(sibling) for sibling in self.siblings])
             await self._group_reward()
         finally:
@@ -161,14 +168,12 @@ class GroupRun:
                 raise EnvironmentFailure(f"{where} raised {type(error).__name__}: {error}") from error
         raise EnvironmentFailure(f"{where} took longer than {self.context.limits.reset_timeout} s")
 
-    def _compare(self) -> None:
+    async def _compare(self) -> None:
         spec = self.context.spec
         begun = [sibling.begin for sibling in self.siblings if sibling.begin is not None]
         if len(begun) < 2:
             return
-        first, *others = (
-            fingerprint(begin.instance, spec, begin.opening.messages, begin.opening.tools) for begin in begun
-        )
+        first, *others = [await self._fingerprint(begin) for begin in begun]
         differences = (compare_starts(first, other) for other in others)
         self.mismatch = next((difference for difference in differences if difference is not None), None)
         if self.mismatch is not None and self.policy.group_consistency == "require":
@@ -176,6 +181,18 @@ class GroupRun:
                 f"siblings of one group of {spec.name} start differently: {self.mismatch}; let reset take `seed` or "
                 "`group_id` and draw the task from it, or define fork() (group_consistency='require')"
             )
+
+    async def _fingerprint(self, begin: EpisodeStart) -> StartFingerprint:
+        spec, opening = self.context.spec, begin.opening
+        arguments = (begin.instance, spec, opening.messages, opening.schemas or ())
+        if not spec.has_start_state:
+            return fingerprint(*arguments)
+        where, timeout = f"{spec.name}.start_state", self.context.limits.reset_timeout
+        outcome = await call_user(where, fingerprint, *arguments, workers=self.context.workers, timeout=timeout)
+        picture = value_or_failure(outcome, where, ResetTimeout, timeout)
+        if not isinstance(picture, StartFingerprint):
+            raise AssertionError(picture)
+        return picture
 
     # -- playing
 

@@ -129,16 +129,17 @@ class Engine:
         if plan:
             logits = self._run(plan)
             parts.append(logits)
-            complete = [one for one in plan if one.complete]
-            rows = len(complete)
-            for source, one in enumerate(complete):
-                slots.append(one.slot)
-                sources.append(source)
-                if not one.request.logprobs:
-                    self.scheduler.keep_head(one.request, logits[source])
-                    followers = self.scheduler.release_followers(one.slot)
+            for slot, request, _, complete in plan:
+                if not complete:
+                    continue
+                slots.append(slot)
+                sources.append(rows)
+                if not request.logprobs:
+                    self.scheduler.keep_head(request, logits[rows])
+                    followers = self.scheduler.release_followers(slot)
                     slots.extend(followers)
-                    sources.extend([source] * len(followers))
+                    sources.extend([rows] * len(followers))
+                rows += 1
         for request, head in self.scheduler.ready.items():
             slots.extend(slot for slot in self.scheduler.busy() if slot.request is request)
             parts.append(head.unsqueeze(0))
@@ -157,20 +158,16 @@ class Engine:
         layout = DecodeLayout(self.scheduler.cache, [one.row for one in plan], device)
         tokens: list[int] = []
         last: list[int] = []
-        for one in plan:
-            row = one.row
-            if row.size == 1:
-                tokens.append(one.request.tokens[row.start])
-            else:
-                tokens.extend(one.request.tokens[row.start : row.start + row.size])
-            if one.complete:
+        for _, request, (_, start, size), complete in plan:
+            tokens += request.tokens[start : start + size]
+            if complete:
                 last.append(len(tokens) - 1)
         both = torch.tensor(tokens + last, dtype=torch.long, device=device)
         logits = ragged_forward(self._model, layout, both[: len(tokens)], both[len(tokens) :])
         decoded = 0
-        for one in plan:
-            one.slot.cached += one.row.size
-            decoded += one.row.start >= one.request.prompt_length
+        for slot, request, (_, start, size), _ in plan:
+            slot.cached += size
+            decoded += start >= request.prompt_length
         self.stats.decode_tokens += decoded
         self.stats.prefill_tokens += len(tokens) - decoded
         return logits
@@ -179,8 +176,9 @@ class Engine:
         requests = [slot.request for slot in slots if slot.request is not None]
         if self._batch is None or self._batch[0] != requests:
             self._batch = (requests, SamplingBatch.of([one.params for one in requests], logits.device))
+        batch = self._batch[1]
         positions = [len(one.logprobs) for one in requests]
-        tokens, logprobs = sample_tokens(logits, self._batch[1], positions, [one.tokens for one in requests])
+        tokens, logprobs = sample_tokens(logits, batch, positions, [one.tokens for one in requests])
         finished: list[Request] = []
         now = time.perf_counter()
         for slot, request, token, logprob in zip(slots, requests, tokens, logprobs, strict=True):

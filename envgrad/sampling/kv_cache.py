@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -122,32 +123,36 @@ class _Bucket:
 
     def __post_init__(self) -> None:
         rows = self.rows
-        self.keys = max(row.start + row.size for row in rows)
-        self.width = max(row.size for row in rows)
-        self.fresh = self.width > 1 and all(row.start == 0 for row in rows)
+        self.keys = max(start + size for _, start, size in rows)
+        self.width = max(size for _, _, size in rows)
+        self.fresh = self.width > 1 and all(start == 0 for _, start, _ in rows)
         if self.width == 1 and len(rows) > 1:
             low, high = rows[0].slot, rows[-1].slot + 1
             if high - low <= _SPREAD * len(rows):
                 self.span = (low, high)
-        self._index()
+        low, high = self.span or (0, len(rows))
+        places = [slot - low for slot, _, _ in rows] if self.span else list(range(len(rows)))
+        self._index(places, high - low)
         self.masks = {}
 
-    def _index(self) -> None:
-        places = [row.slot - self.span[0] for row in self.rows] if self.span else list(range(len(self.rows)))
-        size = self.span[1] - self.span[0] if self.span else len(self.rows)
+    def _index(self, places: list[int], size: int) -> None:
+        """Index tensors, for rows at ``places`` of ``size``; holes repeat the step's first token, at position 0."""
         width = self.width
-        take, positions = [0] * (size * width), [0] * (size * width)
-        give: list[int] = []
-        tokens: list[int] = []
-        for place, row, offset in zip(places, self.rows, self.offsets, strict=True):
-            base, last = place * width, row.size - 1
-            for step in range(width):
-                inner = step if step < last else last
-                take[base + step] = offset + inner
-                positions[base + step] = row.start + inner
-            give.extend(range(base, base + row.size))
-            tokens.extend(range(offset, offset + row.size))
-        flat = torch.tensor(take + positions + give + tokens + [row.slot for row in self.rows], device=self.device)
+        if width == 1:
+            take, positions, give, tokens = [0] * size, [0] * size, places, self.offsets
+            for place, offset, (_, start, _) in zip(places, self.offsets, self.rows, strict=True):
+                take[place], positions[place] = offset, start
+        else:
+            take, positions = [0] * (size * width), [0] * (size * width)
+            give, tokens = [], []
+            for place, (_, start, count), offset in zip(places, self.rows, self.offsets, strict=True):
+                inner = [*range(count), *([count - 1] * (width - count))]
+                base = place * width
+                take[base : base + width] = [offset + step for step in inner]
+                positions[base : base + width] = [start + step for step in inner]
+                give += range(base, base + count)
+                tokens += range(offset, offset + count)
+        flat = torch.tensor([*take, *positions, *give, *tokens, *(row.slot for row in self.rows)], device=self.device)
         parts = torch.split(flat, [len(take), len(positions), len(give), len(tokens), len(self.rows)])
         self.take, self.positions = parts[0].view(size, width), parts[1].view(size, width)
         self.give, self.tokens, self.slots = parts[2], parts[3], parts[4]
@@ -197,17 +202,9 @@ class DecodeLayout:
     def __init__(self, cache: KVCache, rows: Sequence[StepRow], device: torch.device) -> None:
         self._cache = cache
         self._device = device
-        slots: list[int] = []
-        positions: list[int] = []
-        offsets: list[int] = []
-        for row in rows:
-            offsets.append(len(slots))
-            if row.size == 1:
-                slots.append(row.slot)
-                positions.append(row.start)
-            else:
-                slots.extend([row.slot] * row.size)
-                positions.extend(range(row.start, row.start + row.size))
+        offsets = list(accumulate((size for _, _, size in rows), initial=0))
+        slots = [slot for slot, _, size in rows for _ in range(size)]
+        positions = [start + step for _, start, size in rows for step in range(size)]
         both = torch.tensor(slots + positions, device=device)
         self.slots, self.positions = torch.split(both, len(slots))
         """(T,) each token's slot, and its position in its row"""
@@ -233,9 +230,9 @@ class DecodeLayout:
 
 def _partition(rows: Sequence[StepRow]) -> list[list[int]]:
     """Group row indices: decoding rows in slot order, then prompts and suffixes of like length."""
-    decoding = sorted((index for index, row in enumerate(rows) if row.size == 1), key=lambda index: rows[index].slot)
-    groups = [decoding] if decoding else []
-    longer = [index for index, row in enumerate(rows) if row.size > 1]
+    decoding = sorted((slot, index) for index, (slot, _, size) in enumerate(rows) if size == 1)
+    groups = [[index for _, index in decoding]] if decoding else []
+    longer = [index for index, (_, _, size) in enumerate(rows) if size > 1]
     longer.sort(key=lambda index: (rows[index].start > 0, rows[index].size, rows[index].start, index))
     current: list[int] = []
     for index in longer:

@@ -67,15 +67,16 @@ class Request:
         """Append a sampled token; whether the answer is finished."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        stop_strings = self.params.stop_strings
         if token in self.stop_ids or (
-            stops is not None
-            and self.params.stop_strings
-            and stops.reached(self.tokens[self.prompt_length :], self.params.stop_strings)
+            stop_strings and stops is not None and stops.reached(self.tokens[self.prompt_length :], stop_strings)
         ):
             self.stop_reason = "stop"
-        elif len(self.tokens) >= self.limit:
+            return True
+        if len(self.tokens) >= self.limit:
             self.stop_reason = "length"
-        return self.stop_reason is not None
+            return True
+        return False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

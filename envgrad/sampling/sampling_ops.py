@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from envgrad.errors import ConfigurationError
 from envgrad.sampling.sampler import SamplingParams
+
+Seeds: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 _UNIFORM_BITS = 48
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -48,7 +51,7 @@ def check_params(params: SamplingParams) -> None:
             raise ConfigurationError(f"{name} must be {rule}, got {value!r}")
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def uniforms(seeds: Sequence[int] | Seeds, positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """One number in (0, 1) per row, a function of its seed and position alone (SplitMix64, Steele et al. 2014, applied
     to the seed and then to the position).
 
@@ -57,7 +60,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple
         >>> bool(a[1] == b[1]), bool(a[0] == b[0]), bool(a[0] == a[1])
         (True, False, False)
     """
-    state = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
+    state = seeds if isinstance(seeds, np.ndarray) else _seeds(seeds)
     counter = np.array(positions, dtype=np.uint64)
     for word in (_STEP, (counter + np.uint64(1)) * _STEP):
         state = state + word
@@ -68,12 +71,16 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple
     return (whole + 0.5) * 2.0**-_UNIFORM_BITS
 
 
+def _seeds(seeds: Sequence[int]) -> Seeds:
+    return np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The parameters of the rows of one batch; built once for as long as the same rows decode together."""
 
     params: tuple[SamplingParams, ...]
-    seeds: tuple[int, ...]
+    seeds: Seeds
     temperature: Tensor
     """(B, 1) float32, 1 for greedy rows"""
     greedy: Tensor | None
@@ -87,7 +94,7 @@ class SamplingBatch:
         temperature = [1.0 if one.greedy else one.temperature for one in params]
         return cls(
             params=tuple(params),
-            seeds=tuple(one.seed for one in params),
+            seeds=_seeds([one.seed for one in params]),
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             shaped=tuple(row for row, one in enumerate(params) if _is_shaped(one)),

@@ -55,6 +55,7 @@ class Scheduler:
         self._max_context = max_context
         self._max_kv_tokens = max_kv_tokens
         self._by_key: dict[str, Slot] = {}
+        self._by_group: dict[str, list[Slot]] = {}
         self._open_groups: Counter[str] = Counter()
         self._heads: OrderedDict[str, tuple[list[int], Tensor]] = OrderedDict()
         self._evicted: dict[str, int] = {}
@@ -112,6 +113,7 @@ class Scheduler:
         for slot in list(self.busy()):
             self._requeue(slot)
         self._by_key.clear()
+        self._by_group.clear()
         self.slots.clear()
         self._heads.clear()
         self.cache.drop()
@@ -162,7 +164,8 @@ class Scheduler:
 
     def _take_slot(self, request: Request, now: float, patience: float) -> Slot | None:
         free = [slot for slot in self.slots if slot.free]
-        shared = [slot for slot in free if slot.group == request.group and slot.common(request.tokens)]
+        siblings = self._by_group.get(request.group, [])
+        shared = [slot for slot in siblings if slot.free and slot.common(request.tokens)]
         spent = [slot for slot in free if slot.group not in self._open_groups]
         if shared:
             slot = max(shared, key=lambda one: (one.common(request.tokens), -one.index))
@@ -196,15 +199,11 @@ class Scheduler:
 
     def _should_defer(self, request: Request) -> bool:
         """Whether a sibling is about to compute a good part of this prompt, though not all of it."""
-        known = max((one.common(request.tokens) for one in self.slots if one.group == request.group), default=0)
-        for slot in self.busy():
+        siblings = self._by_group.get(request.group, [])
+        known = max((one.common(request.tokens) for one in siblings), default=0)
+        for slot in siblings:
             other = slot.request
-            if (
-                slot.group != request.group
-                or other is None
-                or other.leader is not None
-                or other.tokens == request.tokens
-            ):
+            if other is None or other.leader is not None or other.tokens == request.tokens:
                 continue
             shared = common_prefix(other.tokens, request.tokens, min(len(other.tokens), len(request.tokens)))
             if min(shared, len(request.tokens) - 1) > known + _WORTH_WAITING:
@@ -215,9 +214,10 @@ class Scheduler:
         """Put the request into its slot with as many cached tokens as the slot, or a sibling's, can give."""
         tokens = request.tokens
         cached = slot.common(tokens)
-        slot.request, slot.group, slot.used = request, request.group, self.stats.steps
+        slot.request, slot.used = request, self.stats.steps
         if not kept:
-            siblings = [one for one in self.slots if one.group == request.group and one is not slot]
+            self._join_group(slot, request.group)
+            siblings = [one for one in self._by_group[request.group] if one is not slot]
             leader = next((one.request for one in siblings if _leads(one, request)), None)
             source = max(siblings, key=lambda one: (one.common(tokens), -one.index), default=None)
             if leader is not None and cached < len(tokens) - 1:
@@ -233,6 +233,18 @@ class Scheduler:
                 self.stats.recomputed_tokens += max(0, forgotten)
         slot.tokens = tokens
         slot.cached = cached if request in self.ready else min(cached, len(tokens) - 1)
+
+    def _join_group(self, slot: Slot, group: str) -> None:
+        self._leave_group(slot)
+        slot.group = group
+        self._by_group.setdefault(group, []).append(slot)
+
+    def _leave_group(self, slot: Slot) -> None:
+        members = self._by_group.get(slot.group, [])
+        if slot in members:
+            members.remove(slot)
+            if not members:
+                del self._by_group[slot.group]
 
     def _copy(self, source: Slot, target: Slot, count: int) -> int:
         self.cache.copy(source.index, [target.index], count)
@@ -271,7 +283,7 @@ class Scheduler:
         """
         while True:
             rows = self._rows(budget)
-            need = max((one.row.start + one.row.size for one in rows), default=0)
+            need = max((start + size for _, _, (_, start, size), _ in rows), default=0)
             if need <= self.cache.length:
                 return rows
             self._grow(need)
@@ -281,21 +293,20 @@ class Scheduler:
         longer: list[tuple[tuple[int, ...], Slot, Request, int]] = []
         for slot in self.slots:
             request = slot.request
-            if request is None or request.leader is not None or request in self.ready:
+            if request is None:
                 continue
-            count = len(request.tokens) - slot.cached
-            if count == 1:
-                row = StepRow(slot=slot.index, start=slot.cached, size=1)
-                decoding.append(PlannedRow(slot=slot, request=request, row=row, complete=True))
-            else:
-                longer.append((request.session.order, slot, request, count))
+            size = len(request.tokens) - slot.cached
+            if size == 1:
+                decoding.append(PlannedRow(slot, request, StepRow(slot.index, slot.cached, 1), True))
+            elif request.leader is None and request not in self.ready:
+                longer.append((request.session.order, slot, request, size))
         longer.sort(key=lambda one: (one[0], one[1].index))
         chunks: list[PlannedRow] = []
-        for _, slot, request, count in longer:
+        for _, slot, request, size in longer:
             if budget < 1:
                 break
-            row = StepRow(slot=slot.index, start=slot.cached, size=min(count, budget))
-            chunks.append(PlannedRow(slot=slot, request=request, row=row, complete=row.size == count))
+            row = StepRow(slot.index, slot.cached, min(size, budget))
+            chunks.append(PlannedRow(slot, request, row, row.size == size))
             budget -= row.size
         chunks.sort(key=lambda one: one.row.slot)
         return decoding + chunks
@@ -310,6 +321,7 @@ class Scheduler:
             self._requeue(slot)
             self._evict(slot)
             self.slots.remove(slot)
+            self._leave_group(slot)
         room = min(self._limit(length), max(self.cache.slots, len(self.slots)))
         self.cache.resize(room, length, keep=[slot.index for slot in self.slots])
         for index, slot in enumerate(self.slots):

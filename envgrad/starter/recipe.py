@@ -39,9 +39,14 @@ class Recipe:
 
 
 def make_starter(
-    folder: Path, *, examples: Path, recipe: Recipe | None = None, report: Callable[[str], None] = print
+    folder: Path,
+    *,
+    examples: Path,
+    recipe: Recipe | None = None,
+    measured_tasks: int = 300,
+    report: Callable[[str], None] = print,
 ) -> None:
-    """Make the starter from a seed and save it to ``folder``.
+    """Make the starter from a seed, save it to ``folder``, and play ``measured_tasks`` tasks of each environment.
 
     One seed gives one result on one machine and thread count; elsewhere float rounding differs.
 
@@ -59,6 +64,11 @@ def make_starter(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     report(f"saved to {folder}")
+    if measured_tasks:
+        from envgrad.starter.figures import measure
+
+        for name, game in games.items():
+            report(str(measure(folder, name, game.factory, tasks=measured_tasks)))
 
 
 def make_tokenizer(rng: random.Random, games: dict[str, Game], chats: int) -> PreTrainedTokenizerFast:

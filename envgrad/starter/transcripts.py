@@ -67,6 +67,7 @@ class Chat:
 class Game:
     """An example environment and how to play it blindly."""
 
+    factory: Callable[[], object]
     make: Callable[[random.Random], tuple[PlainEnvironment, str]]
     """a fresh environment after its reset, and its opening"""
     tool: str
@@ -96,9 +97,15 @@ def load_games(examples: Path) -> dict[str, Game]:
         return env, env.reset()
 
     return {
-        "compass": Game(make=compass, tool="move", draw=lambda rng: {"direction": rng.choice(list(STEPS))}),
-        "guess_number": Game(make=number, tool="guess", draw=lambda rng: {"number": rng.randint(1, 16)}),
-        "wordle": Game(make=word, tool="guess", draw=lambda rng: {"word": rng.choice(wordle.WORDS)}),
+        "compass": Game(
+            factory=Compass, make=compass, tool="move", draw=lambda rng: {"direction": rng.choice(list(STEPS))}
+        ),
+        "guess_number": Game(
+            factory=guess_number.GuessNumber, make=number, tool="guess", draw=lambda rng: {"number": rng.randint(1, 16)}
+        ),
+        "wordle": Game(
+            factory=wordle.Wordle, make=word, tool="guess", draw=lambda rng: {"word": rng.choice(wordle.WORDS)}
+        ),
     }
 
 

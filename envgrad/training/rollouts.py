@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from envgrad.chat.renderer import ChatRenderer
 from envgrad.config import RolloutConfig, round_size
 from envgrad.environments.boundary import WorkerPool
@@ -148,12 +150,13 @@ class Rollouts:
         config = self.config
         concurrency = config.max_concurrent_episodes or round_size(config)
         sampler = make_local_sampler(
-            self.policy.model,
+            self.policy.base,
             max_sessions=concurrency,
             max_context=config.max_context,
             max_kv_tokens=config.max_kv_tokens,
             deterministic=config.deterministic,
             tokenizer=self.policy.tokenizer,
+            autocast=torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None,
         )
         sampler.update_weights(self._version, None)
         workers = WorkerPool()
@@ -162,9 +165,8 @@ class Rollouts:
         contexts, pools = {}, {}
         for name, spec in self.specs.items():
             contexts[name] = self._context(spec, sampler, workers)
-            pools[name] = InstancePool(
-                spec, self._probes.pop(name, None), limit=limit, workers=workers, close_timeout=config.close_timeout
-            )
+            probe = self._probes.pop(name) if name in self._probes else inspect_environment(name, spec.factory)[1]
+            pools[name] = InstancePool(spec, probe, limit=limit, workers=workers, close_timeout=config.close_timeout)
         runner = RolloutRunner(
             contexts=contexts,
             pools=pools,

@@ -14,6 +14,7 @@ is set by a callback of ours; ``evaluate`` plays episodes.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,9 +29,9 @@ from transformers.trainer_utils import IntervalStrategy, TrainOutput
 from envgrad.algorithms.base import Algorithm
 from envgrad.config import RolloutConfig, round_size
 from envgrad.errors import ConfigurationError
-from envgrad.logprobs import install_policy_forward, policy_logprobs
+from envgrad.logprobs import check_packed_forward, install_policy_forward, policy_logprobs
 from envgrad.losses import LossInputs, LossOutputs, Metric, importance_correction, merge_metrics
-from envgrad.packing import Batch, MicroBatch
+from envgrad.packing import Batch, MicroBatch, PackMode
 from envgrad.rollout.runner import Round
 from envgrad.training.checkpoint import AtomicCheckpoints, load_progress
 from envgrad.training.clock import ClockCallback, planned_groups, planned_steps
@@ -39,6 +40,8 @@ from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.model import Reference, has_dropout, load_policy
 from envgrad.training.rollouts import EnvironmentFactory, Rollouts
 from envgrad.training.stream import StepItem, StepStream
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutTrainer(AtomicCheckpoints, Trainer):
@@ -80,7 +83,8 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         try:
             self._tasks = self.rollouts.train_tasks()
             self.reference = Reference(policy.model) if algorithm.needs_reference else None
-            self._policy_forward = install_policy_forward(policy.base)
+            install_policy_forward(policy.base)
+            self._pack_mode = _pack_mode(policy.base)
             use_cache = policy.base.config.use_cache
             super().__init__(
                 model=policy.model,
@@ -120,7 +124,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
                 episodes_per_step=config.episodes_per_step,
                 num_iterations=config.num_iterations,
                 max_tokens=config.max_tokens_per_microbatch,
-                pack_mode=self._policy_forward.pack_mode,
+                pack_mode=self._pack_mode,
                 prepare=self._prepare_batch,
                 group_limit=planned_groups(config, self._tasks.epoch_length),
                 publish=lambda: self.rollouts.publish(self.state.global_step),
@@ -288,6 +292,15 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
     def close(self) -> None:
         """Close what construction opened. ``train`` and ``evaluate`` close what they open by themselves."""
         self.rollouts.close()
+
+
+def _pack_mode(model: PreTrainedModel) -> PackMode:
+    """Shared prompts where the model's packed forward equals its plain one; else one plain row per forward."""
+    fault = check_packed_forward(model)
+    if fault is None:
+        return "shared"
+    logger.warning("rows are trained one per forward, which is slow: %s", fault)
+    return "single"
 
 
 def _loop_args(config: RolloutConfig, epoch_length: int | None) -> RolloutConfig:

@@ -17,9 +17,9 @@ RENDERERS = {name: case.renderer() for name, case in CASES.items()}
 HERMES = RENDERERS["chatml"]
 WRITES_CALLS = [name for name, case in CASES.items() if case.tool_role and name != "blocks"]
 
-EXAMPLES = 8  # for each template
+EXAMPLES = 6  # for each template
 
-NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}", fullmatch=True)
+NAMES = st.text("abcdefgXYZ_", min_size=1, max_size=8)
 # Surrogates are no text, and a tokenizer cannot carry them.
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 SCALARS = st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(-1e6, 1e6) | TEXT
@@ -292,3 +292,15 @@ def test_a_marker_in_the_vocabulary_names_the_form_where_the_template_prints_no_
     tokenizer = bpe_tokenizer(source, specials=("<|tool_call_start|>", "<|tool_call_end|>"), eos="<end>", bos="<s>")
     turn = read(ChatRenderer(tokenizer), "<|tool_call_start|>[inc(n=1)]<|tool_call_end|><end>")
     assert [call.arguments for call in turn.calls] == [{"n": 1}]
+
+
+def test_deep_nesting_is_an_error_and_no_crash() -> None:
+    depth = 100_000
+    for parser, text in [
+        ("hermes", "<tool_call>" + "[" * depth + "</tool_call>"),
+        ("pythonic", "<|tool_call_start|>[" + "a." * 3000 + "b(n=" + "-" * 3000 + "1)]<|tool_call_end|>"),
+        ("pythonic", "<|tool_call_start|>[f(n=" + "[" * 500 + "]" * 500 + ")]<|tool_call_end|>"),
+    ]:
+        renderer = ChatRenderer(bpe_tokenizer(CHATML), tool_parser=parser)
+        calls = renderer._reader.read(text, TOOLS, prompt="").calls
+        assert calls and all(call.error for call in calls)

@@ -94,7 +94,7 @@ class TestDecision:
 
     def test_named_identity_comes_first(self) -> None:
         class Seeded(Env):
-            def reset(self, seed: int, word: str = "") -> str:
+            def reset(self, seed: int = 0, word: str = "") -> str:
                 return ""
 
             def fork(self) -> Seeded:
@@ -413,7 +413,7 @@ def test_a_deterministic_environment_raises_no_false_alarm(tmp_path: Path, monke
     def instance(seed: int) -> Env:
         rng = random.Random(seed)
         env = holding(
-            rng=rng, board=[[rng.random() for _ in range(3)] for _ in range(3)], gaps=[float("nan"), np.array([np.nan])],
+            rng=rng, board=[[rng.random() for _ in range(3)]], gaps=[float("nan"), np.array([np.nan])],
             run_id=uuid.uuid4(), started=datetime.now(UTC), lock=threading.RLock(), event=threading.Event(),
             folder=tempfile.mkdtemp(), path=Path(tempfile.mkdtemp()), client=Client(), events=iter([1]),
             nothing=object(), call=Env().reset, words={"b", "a", "c"},

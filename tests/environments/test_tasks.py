@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -18,6 +18,7 @@ from envgrad.environments.sources import SHUFFLED_AS_LIST, EpochOrder, MixtureTa
 from envgrad.environments.spec import EnvironmentSpec
 from envgrad.environments.tasks import TaskStream, build_task_stream
 from envgrad.errors import ConfigurationError
+from envgrad.types import Task
 
 
 class Endless:
@@ -43,6 +44,10 @@ def finite(name: str, train: int, evaluation: int = 3) -> EnvironmentSpec:
 
 def specs(*given: EnvironmentSpec) -> dict[str, EnvironmentSpec]:
     return {spec.name: spec for spec in given}
+
+
+def indices(tasks: Iterable[Task]) -> list[int]:
+    return [task.task_index for task in tasks if task.task_index is not None]
 
 
 class Stream:
@@ -80,7 +85,7 @@ class TestHash:
             ).stdout.strip()
             for seed in ("1", "2")
         }
-        assert printed == {str(hash63("seed", 7, "train"))} == {"1466318632990106610"}
+        assert printed == {str(hash63("seed", 7, "train"))} == {"2754286626513064967"}
 
     @given(first=st.lists(st.integers() | st.text(), max_size=4), other=st.lists(st.integers() | st.text(), max_size=4))
     def test_different_parts_give_different_hashes_of_63_bits(
@@ -144,8 +149,8 @@ class TestFinite:
         assert (stream.epoch_length, stream.passes) == (40, 0.0)
         tasks = stream.take(120)
         assert stream.passes == 3.0
-        orders = [[task.task_index for task in tasks if task.epoch == epoch] for epoch in range(3)]
-        assert [sorted(map(int, filter(None.__ne__, order))) for order in orders] == [list(range(40))] * 3
+        orders = [indices(task for task in tasks if task.epoch == epoch) for epoch in range(3)]
+        assert [sorted(order) for order in orders] == [list(range(40))] * 3
         assert orders[0] != orders[1] != orders[2] != list(range(40))
         assert [task.epoch for task in tasks] == [0] * 40 + [1] * 40 + [2] * 40
         assert len({task.group_id for task in tasks}) == 120
@@ -215,13 +220,12 @@ class TestMixture:
                 assert abs(counts[name] - number * weight / sum(weights)) < 1 + 1e-9
 
     def test_by_hand(self) -> None:
-        # shares 1/2, 1/3, 1/6; due draws a: 2 4 6, b: 3 6, c: 6, each not before its share is positive again
+        # shares 1/2, 1/3, 1/6: draws are due by a: 2 4 6, b: 3 6, c: 6, and may come once their share has begun,
+        # a: from 1 3 5, b: from 1 4, c: from 1; so 1 a, 2 b, 3 a, 4 b (before c by order), 5 a, 6 c
         stream = build_task_stream(
             specs(endless("a"), endless("b"), endless("c")), seed=0, split="train", weights={"a": 3, "b": 2, "c": 1}
         )
-        assert "".join(task.environment for task in stream.take(12)) == "abacab" * 2 or True
-        counts = Counter(task.environment for task in stream.take(6))
-        assert counts == {"a": 3, "b": 2, "c": 1}
+        assert "".join(task.environment for task in stream.take(12)) == "ababac" * 2
 
     def test_equal_weights_alternate_in_order(self) -> None:
         stream = build_task_stream(specs(endless("b"), endless("a")), seed=0, split="train")
@@ -235,8 +239,8 @@ class TestMixture:
         tasks = stream.take(12)
         assert stream.passes == 2.0
         for name, length in (("a", 4), ("b", 2)):
-            own = [task.task_index for task in tasks if task.environment == name]
-            assert sorted(map(int, filter(None.__ne__, own[:length]))) == list(range(length))
+            own = indices(task for task in tasks if task.environment == name)
+            assert sorted(own[:length]) == sorted(own[length:]) == list(range(length))
             assert [task.epoch for task in tasks if task.environment == name] == [0] * length + [1] * length
 
     def test_a_pass_runs_through_all(self) -> None:
@@ -320,7 +324,7 @@ class TestRows:
 
     @pytest.mark.parametrize("name", ["B", None, 3, ["a"], ""])
     def test_an_unknown_environment_is_found_at_construction(self, name: object) -> None:
-        rows = [*ROWS, {"prompt": "?", "environment": name}]
+        rows: list[Mapping[str, Any]] = [*ROWS, {"prompt": "?", "environment": name}]
         with pytest.raises(ConfigurationError) as raised:
             build_task_stream(specs(endless("a"), endless("b")), seed=0, split="train", dataset=rows)
         assert f"row 7 of the dataset has environment={name!r}" in str(raised.value)
@@ -329,7 +333,7 @@ class TestRows:
     def test_an_unknown_environment_is_found_in_a_columnar_dataset_reading_one_column(self) -> None:
         read: list[list[str]] = []
 
-        class Columns(datasets.Dataset):
+        class Columns(datasets.Dataset):  # type: ignore[misc]
             def select_columns(self, column_names: Any, new_fingerprint: Any = None) -> Any:
                 read.append(list(column_names))
                 return super().select_columns(column_names)
@@ -456,7 +460,7 @@ class TestStreaming:
         assert fresh.take(2) == stream.take(2)
         with pytest.raises(ConfigurationError, match="an iterator that has been read from"):
             stream.load_state_dict(fresh.state_dict())
-        with pytest.raises(ConfigurationError, match="stands at row 4 .* ends after 3"):
+        with pytest.raises(ConfigurationError, match=r"stands at row 4 .* ends after 3"):
             build_task_stream({}, seed=0, split="train", dataset=Stream(3)).load_state_dict(fresh.state_dict())
 
 

@@ -48,41 +48,41 @@ def test_each_call_is_answered(games: dict[str, Game]) -> None:
         assert roles.count("tool") in (0, roles.count("assistant"))
 
 
+class Told:
+    """Answers the same to every action."""
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+        self.turns = 0
+
+    @property
+    def done(self) -> bool:
+        return self.turns >= 6
+
+    def act(self, direction: str = "", number: int = 0, word: str = "") -> str:
+        """
+        Act.
+
+        Args:
+            direction: Any.
+            number: Any.
+            word: Any.
+        """
+        self.turns += 1
+        return self.reply
+
+
 @pytest.mark.parametrize("name", ["compass", "guess_number", "wordle"])
 def test_actions_do_not_depend_on_replies(games: dict[str, Game], name: str) -> None:
-    """The same draws are made when the environment answers something else."""
-
-    class Mute:
-        done = False
-
-        def __init__(self) -> None:
-            self.turns = 0
-
-        def act(self, **arguments: object) -> str:
-            """Act.
-
-            Args:
-                arguments: Any.
-            """
-            self.turns += 1
-            self.done = self.turns >= 4
-            return "nothing"
-
-    game = games[name]
-
     def actions(reply: str) -> list[object]:
-        class Told(Mute):
-            def act(self, **arguments: object) -> str:
-                """Act."""
-                super().act(**arguments)
-                return reply
+        def make(rng: random.Random) -> tuple[Told, str]:
+            return Told(reply), "Go."
 
-        blind = Game(make=lambda rng: (Told(), "Go."), tool="act", draw=game.draw)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("envgrad.starter.transcripts.get_json_schema", lambda tool: {})
-            return [call["arguments"] for call in calls(play_blindly(random.Random(3), blind))]
+        game = Game(factory=Told, make=make, tool="act", draw=games[name].draw)
+        return [call["arguments"] for call in calls(play_blindly(random.Random(3), game))]
 
     assert actions("north") == actions("south") == actions("lower")
+    assert len(actions("north")) == 6
 
 
 @pytest.mark.parametrize(("name", "choices"), [("compass", 4), ("guess_number", 16), ("wordle", 40)])

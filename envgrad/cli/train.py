@@ -1,0 +1,193 @@
+"""``envgrad train``: from flags and a YAML file to a trainer, shown while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from envgrad.cli.flags import convert, nearest, parse_flags, read_fields
+from envgrad.cli.locate import locate_environments
+from envgrad.cli.results import fresh_folder, save_results, show_next, show_places, show_plot
+from envgrad.cli.text import printable
+from envgrad.cli.train_help import UNUSED
+from envgrad.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from envgrad.config import GRPOConfig
+
+_OWN = ("--model", "--environment", "--config", "--help")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """What is asked for, flags over file."""
+
+    model: str
+    environments: tuple[str, ...]
+    values: dict[str, Any]
+    """fields of the configuration that were given"""
+
+
+def run_train(
+    *, model: str | None, environments: Sequence[str], config_file: Path | None, arguments: Sequence[str]
+) -> None:
+    """Train, and say where everything lies.
+
+    Raises:
+        ConfigurationError: anything that was given and cannot work.
+        typer.Exit: code 130 if interrupted, after everything was closed.
+    """
+    request = read_request(model=model, environments=environments, config_file=config_file, arguments=arguments)
+    factory = locate_environments(request.environments)
+    values = dict(request.values)
+    values.setdefault("output_dir", str(fresh_folder(Path("runs") / _run_name(factory))))
+    config = build_config(values)
+    console = Console()
+    live = console.is_terminal and not config.disable_tqdm
+    config.disable_tqdm = True  # transformers' own bar and prints would draw over the display
+    try:
+        _train(request, config, factory, console, live=live)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; what was written lies in {config.output_dir}", err=True)
+        raise typer.Exit(130) from None
+
+
+def read_request(
+    *, model: str | None, environments: Sequence[str], config_file: Path | None, arguments: Sequence[str]
+) -> TrainRequest:
+    """Merge flags and file, each value converted to its field's type.
+
+    Raises:
+        ConfigurationError: an unknown option or key, a value that does not fit, no model.
+    """
+    from envgrad.config import GRPOConfig
+
+    fields = read_fields(GRPOConfig)
+    given = _read_file(config_file) if config_file is not None else {}
+    file_model, file_environments = given.pop("model", None), given.pop("environment", None)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            hint = nearest(name, [*fields, "model", "environment"])
+            raise ConfigurationError(f"{config_file}: unknown key {key!r}{hint or '; see `envgrad train --help`'}")
+        values[name] = convert(fields[name], value)
+    values |= parse_flags(arguments, fields, also=_OWN)
+    for name, reason in UNUSED.items():
+        if name in values:
+            raise ConfigurationError(f"{name}={values[name]!r} cannot act: {reason}")
+    model = model or (None if file_model is None else str(file_model))
+    if model is None:
+        raise ConfigurationError("no model: give --model a name, a folder, a .gguf file, or 'starter'")
+    specs = tuple(environments) or _file_environments(file_environments, config_file)
+    return TrainRequest(model=model, environments=specs, values=values)
+
+
+def _read_file(path: Path) -> dict[Any, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"--config {path} cannot be read: {error.strerror}; check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config {path} is not YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigurationError(f"--config {path} holds a {type(loaded).__name__}; write one `option: value` a line")
+    return loaded
+
+
+def _file_environments(value: object, path: Path | None) -> tuple[str, ...]:
+    """The file's ``environment``: text, a list of texts, or a mapping from names."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(spec, str) for spec in value):
+        return tuple(value)
+    if isinstance(value, Mapping):
+        return tuple(f"{name}={spec}" for name, spec in value.items())
+    raise ConfigurationError(
+        f"{path}: environment {value!r} does not fit: write module:Class, a list of them, or a mapping from names"
+    )
+
+
+def _run_name(factory: object) -> str:
+    if isinstance(factory, Mapping):
+        return "-".join(factory)
+    return str(getattr(factory, "__name__", "environment")).lower()
+
+
+def build_config(values: Mapping[str, Any]) -> GRPOConfig:
+    """The configuration; what ``transformers`` finds wrong is worded as what we find wrong.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+    """
+    from envgrad.config import GRPOConfig
+
+    try:
+        return GRPOConfig(**values)
+    except ConfigurationError:
+        raise
+    except (ValueError, ImportError) as error:
+        raise ConfigurationError(f"{error} (from the options {', '.join(sorted(values))})") from error
+
+
+def _train(
+    request: TrainRequest,
+    config: GRPOConfig,
+    factory: Callable[[], object] | dict[str, Callable[[], object]],
+    console: Console,
+    *,
+    live: bool,
+) -> None:
+    from transformers import PrinterCallback
+    from transformers.utils import logging as transformers_logging
+
+    from envgrad.cli.display import RunDisplay
+    from envgrad.training.trainers import GRPOTrainer
+
+    if not live:
+        transformers_logging.disable_progress_bar()
+    names = ", ".join(spec.rpartition(":")[2] for spec in request.environments)
+    title = printable(f"{Path(request.model).name} on {names}")
+    display = RunDisplay(title, console=console, live=live)
+    trainer = GRPOTrainer(request.model, args=config, environment_factory=factory, callbacks=[display])
+    trainer.remove_callback(PrinterCallback)
+    display.attach(trainer)
+    folder = Path(config.output_dir or "")
+    console.print(f"training {title}: {trainer.args.max_steps} steps, into {folder}", markup=False, highlight=False)
+    try:
+        with display:
+            trainer.train(resume_from_checkpoint=_resume(config.resume_from_checkpoint))
+            if request.values.get("do_eval"):
+                trainer.evaluate()
+        places = save_results(trainer, folder)
+    finally:
+        trainer.close()
+    places |= show_plot(console, display.figures, folder / "reward.png", title=title)
+    show_places(console, places)
+    show_next(console, _continue_words(request, places["model"]), why="To train the result further")
+
+
+def _resume(value: str | None) -> str | bool | None:
+    """``true`` is the last checkpoint in ``output_dir``, as everywhere in transformers."""
+    words: dict[str | None, str | bool | None] = {"true": True, "True": True, "false": None, "False": None}
+    return words.get(value, value)
+
+
+def _continue_words(request: TrainRequest, model: Path) -> list[str]:
+    words = ["train", "--model", str(model)]
+    for spec in request.environments:
+        words += ["--environment", spec]
+    for name in ("max_steps", "per_device_train_batch_size", "num_generations", "learning_rate"):
+        if name in request.values:
+            words += ["--" + name.replace("_", "-"), str(request.values[name])]
+    return words

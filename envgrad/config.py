@@ -180,6 +180,11 @@ class RolloutConfig(TrainingArguments):
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigurationError(f"{name}={value!r} must be a mapping")
 
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """A copy of a field that may come as JSON text, as the mapping that it is."""
+        value = getattr(self, name)
+        return None if value is None else dict(value)
+
     def _refuse_fields(self) -> None:
         defaults: dict[str, object] = {f.name: f.default for f in fields(TrainingArguments)}
         # Some defaults are resolved to another spelling by TrainingArguments itself.

@@ -21,6 +21,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from functools import lru_cache
 from logging import Logger
 from typing import Any, NamedTuple, TypeAlias
 from uuid import UUID
@@ -213,7 +214,11 @@ def attributes_of(value: object) -> dict[str, object]:
 
 def temporary_roots() -> tuple[str, ...]:
     """The temporary folder, as it is named and as it resolves."""
-    root = tempfile.gettempdir()
+    return _with_resolved(tempfile.gettempdir())
+
+
+@lru_cache(maxsize=4)
+def _with_resolved(root: str) -> tuple[str, str]:
     return root, os.path.realpath(root)
 
 

@@ -1,6 +1,7 @@
 """One episode: prompts the sampler, runs its tool calls or ``step``, and scores the result.
 
-Consumes a started instance (``start``), produces an ``Episode``; raises ``EpisodeFailure`` if the environment failed.
+Consumes a started instance (``opening.start``), produces an ``Episode``; raises ``EpisodeFailure`` if the environment
+failed.
 """
 
 from __future__ import annotations
@@ -9,95 +10,18 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from envgrad.chat.renderer import ChatRenderer, SampledTurn
-from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool, call_user
-from envgrad.environments.contract import EnvironmentSpec, ToolResult, opening_messages, read_reward, read_step
+from envgrad.chat.renderer import SampledTurn
+from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, call_user
+from envgrad.environments.contract import ToolResult, read_reward, read_step
 from envgrad.environments.tasks import hash63
-from envgrad.environments.tools import ToolSpec, check_arguments, find_tool, result_text
-from envgrad.errors import EnvironmentFailure, EpisodeDone, EpisodeFailure, ResetTimeout, RewardTimeout, ToolCallError
+from envgrad.environments.tools import check_arguments, find_tool, result_text
+from envgrad.errors import EnvironmentFailure, EpisodeDone, EpisodeFailure, RewardTimeout, ToolCallError
+from envgrad.rollout.context import EpisodeContext, value_or_failure
+from envgrad.rollout.opening import EpisodeStart
 from envgrad.rollout.row import TokenRow
-from envgrad.sampling.sampler import Sampler, SamplingParams, Session
-from envgrad.types import Episode, Message, Prompt, StopReason, Task, ToolCall, ToolOutcome, Turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """Limits of one episode: tokens, turns and seconds. None is no limit."""
-
-    max_completion_length: int
-    max_context: int
-    max_turns: int | None = None
-    max_turn_tokens: int | None = None
-    episode_timeout: float | None = None
-    tool_timeout: float | None = None
-    reset_timeout: float | None = None
-    reward_timeout: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeContext:
-    """What all episodes of one environment share."""
-
-    spec: EnvironmentSpec
-    renderer: ChatRenderer
-    sampler: Sampler
-    sampling: SamplingParams
-    limits: EpisodeLimits
-    workers: WorkerPool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """A reset instance's first messages, its tools, and both as token ids."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[ToolSpec, ...]
-    schemas: list[dict[str, Any]] | None
-    """the tools' schemas as the template gets them; None without tools"""
-    prompt_ids: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class EpisodeStart:
-    """A started instance. ``usable`` turns False once one of its calls may still be running in a thread."""
-
-    instance: object
-    opening: Opening
-    reset_seconds: float = 0.0
-    usable: bool = True
-
-
-async def start(context: EpisodeContext, instance: object, task: Task, known: Opening | None = None) -> EpisodeStart:
-    """Reset ``instance`` to ``task`` and render its opening; ``known`` saves rendering the same opening again.
-
-    Raises:
-        EpisodeFailure: ``reset`` raised, took too long, or returned what is no prompt.
-    """
-    spec, limits = context.spec, context.limits
-    reset: Callable[..., object] = instance.reset  # type: ignore[attr-defined]
-    arguments = spec.reset_arguments(task)
-    outcome = await call_user(
-        f"{spec.name}.reset", reset, workers=context.workers, timeout=limits.reset_timeout, arguments=arguments
-    )
-    value = value_or_failure(outcome, f"{spec.name}.reset", ResetTimeout, limits.reset_timeout)
-    opening = open_prompt(context, instance, value, task, known)
-    return EpisodeStart(instance=instance, opening=opening, reset_seconds=outcome.seconds)
-
-
-def open_prompt(
-    context: EpisodeContext, instance: object, reset_result: object, task: Task, known: Opening | None = None
-) -> Opening:
-    """The opening of an instance that was reset; ``known`` is taken if it says the same."""
-    row_prompt: Prompt = task.row.get("prompt") if task.row else None
-    messages = tuple(opening_messages(reset_result, row_prompt, f"{context.spec.name}.reset"))
-    tools = context.spec.tools_of(instance)
-    if known is not None and known.messages == messages and known.tools == tools:
-        return known
-    schemas = [tool.schema for tool in tools] or None
-    prompt_ids = context.renderer.open(messages, schemas)
-    return Opening(messages=messages, tools=tools, schemas=schemas, prompt_ids=tuple(prompt_ids))
+from envgrad.sampling.sampler import Session
+from envgrad.types import Episode, Message, StopReason, Task, ToolCall, ToolOutcome, Turn
 
 
 def session_of(task: Task, sibling: int, attempt: int) -> Session:
@@ -145,30 +69,6 @@ async def score(
         rewards |= value if isinstance(value, dict) else {spec.name: value}
     scored = [value for value in rewards.values() if value is not None]
     return (sum(scored) if scored else None), rewards
-
-
-def _turn_reward(value: object, where: str) -> float | None:
-    reward = read_reward(value, where)
-    if isinstance(reward, dict):
-        raise EnvironmentFailure(f"{where} gave a turn the reward {reward}: a turn's reward is one number")
-    return reward
-
-
-def value_or_failure(outcome: Outcome, where: str, timeout_error: type[EpisodeFailure], limit: float | None) -> object:
-    """The value of a call of the environment, or the failure that it is.
-
-    Raises:
-        EpisodeFailure: the call raised, or took longer than ``limit`` seconds (then ``timeout_error``).
-    """
-    match outcome:
-        case Ok(value=value):
-            return value
-        case Raised(error=EpisodeFailure() as error):
-            raise error
-        case Raised(error=error):
-            raise EnvironmentFailure(f"{where} raised {type(error).__name__}: {error}") from error
-        case TimedOut():
-            raise timeout_error(f"{where} took longer than {limit} s")
 
 
 @dataclass(slots=True)
@@ -410,3 +310,10 @@ class _Player:
                 "tools": sum(turn.tool_seconds for turn in self.turns),
             },
         )
+
+
+def _turn_reward(value: object, where: str) -> float | None:
+    reward = read_reward(value, where)
+    if isinstance(reward, dict):
+        raise EnvironmentFailure(f"{where} gave a turn the reward {reward}: a turn's reward is one number")
+    return reward

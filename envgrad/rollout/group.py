@@ -22,8 +22,10 @@ from envgrad.environments.start import (
     fork_instance,
 )
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, ResetTimeout, RewardTimeout
-from envgrad.rollout.episode import EpisodeContext, EpisodeStart, Opening, play, session_of, start, value_or_failure
+from envgrad.rollout.context import EpisodeContext, value_or_failure
+from envgrad.rollout.episode import play, session_of
 from envgrad.rollout.loop import gather_or_cancel
+from envgrad.rollout.opening import EpisodeStart, Opening, start
 from envgrad.sampling.sampler import Session
 from envgrad.types import Episode, FailedEpisode, Group, Task
 

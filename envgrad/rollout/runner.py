@@ -17,7 +17,7 @@ from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.tasks import TaskStream
 from envgrad.errors import EnvironmentContractError, TooManyFailures
-from envgrad.rollout.episode import EpisodeContext
+from envgrad.rollout.context import EpisodeContext
 from envgrad.rollout.group import GroupPolicy, GroupRun
 from envgrad.rollout.loop import RolloutLoop, gather_or_cancel
 from envgrad.types import Group, Task

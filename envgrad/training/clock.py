@@ -19,21 +19,27 @@ def planned_steps(config: RolloutConfig, epoch_length: int | None) -> int:
     Raises:
         ConfigurationError: endless data and no ``max_steps``.
     """
-    if config.max_steps > 0:
-        return config.max_steps
+    max_steps: int = config.max_steps
+    if max_steps > 0:
+        return max_steps
     if epoch_length is None:
         raise ConfigurationError(
             "max_steps is not set, and the environment has no end (it has no num_tasks(split)): set max_steps > 0"
         )
-    groups = math.ceil(config.num_train_epochs * epoch_length)
-    return math.ceil(groups * config.num_generations / config.episodes_per_step) * config.num_iterations
+    episodes = _epoch_groups(config, epoch_length) * config.num_generations
+    return math.ceil(episodes / config.episodes_per_step) * config.num_iterations
 
 
 def planned_groups(config: RolloutConfig, epoch_length: int | None) -> int | None:
     """Groups that epochs allow; None where ``max_steps`` decides."""
     if config.max_steps > 0 or epoch_length is None:
         return None
-    return math.ceil(config.num_train_epochs * epoch_length)
+    return _epoch_groups(config, epoch_length)
+
+
+def _epoch_groups(config: RolloutConfig, epoch_length: int) -> int:
+    groups: int = math.ceil(config.num_train_epochs * epoch_length)
+    return groups
 
 
 class ClockCallback(TrainerCallback):

@@ -64,7 +64,7 @@ def load_policy(
             "Pass its tokenizer and a text model"
         )
     if isinstance(model, (str, Path)):
-        kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})
+        kwargs = config.mapping("model_init_kwargs") or {}
         source = _source(str(model), kwargs)
         loaded_model = _load_model(source, kwargs, config)
         loaded_tokenizer = tokenizer or _load_tokenizer(source, kwargs, config)

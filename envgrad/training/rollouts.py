@@ -18,7 +18,7 @@ from envgrad.environments.contract import EnvironmentSpec, inspect_environment
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.tasks import TaskStream, build_task_stream
 from envgrad.errors import ConfigurationError, EnvironmentContractError
-from envgrad.rollout.episode import EpisodeContext, EpisodeLimits
+from envgrad.rollout.context import EpisodeContext, EpisodeLimits
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.loop import RolloutLoop
 from envgrad.rollout.runner import RolloutRunner
@@ -103,7 +103,7 @@ class Rollouts:
         renderer = ChatRenderer(
             self.policy.tokenizer,
             chat_template=config.chat_template,
-            chat_template_kwargs=config.chat_template_kwargs,  # type: ignore[arg-type]
+            chat_template_kwargs=config.mapping("chat_template_kwargs"),
             tool_parser=config.tool_parser,
             eos_token_ids=[eos] if isinstance(eos, int) else eos or [],
         )
@@ -115,12 +115,12 @@ class Rollouts:
 
     def train_tasks(self) -> TaskStream:
         """The training tasks from their beginning."""
-        weights: dict[str, float] | None = self.config.environment_weights  # type: ignore[assignment]
+        weights = self.config.mapping("environment_weights")
         return build_task_stream(self.specs, seed=self.config.seed, split="train", weights=weights)
 
     def eval_tasks(self) -> TaskStream:
         """The evaluation tasks from their beginning; their ids never meet the training ids."""
-        weights: dict[str, float] | None = self.config.environment_weights  # type: ignore[assignment]
+        weights = self.config.mapping("environment_weights")
         return build_task_stream(self.specs, seed=self.config.seed, split="eval", weights=weights, shuffle=False)
 
     def group_policy(self, num_generations: int) -> GroupPolicy:

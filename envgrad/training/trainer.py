@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, set_seed
 from transformers.trainer_utils import IntervalStrategy, TrainOutput
 
 from envgrad.algorithms.base import Algorithm
@@ -60,6 +60,9 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
     Raises:
         ConfigurationError: anything that cannot work, before the first episode.
     """
+
+    args: RolloutConfig
+    control: TrainerControl
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         with self.rollouts.open():
             return super().train(*args, **kwargs)
 
-    def get_train_dataloader(self) -> StepStream:  # type: ignore[override]
+    def get_train_dataloader(self) -> StepStream:
         """The step stream, at the position of the checkpoint that is being resumed, or at the beginning."""
         config = self.user_args
         with self.rollouts.open() as runner:

@@ -11,6 +11,7 @@ from helpers.chat_templates import CASES, TOOLS, Case
 from helpers.tokenizers import CHATML, bpe_tokenizer, chatml_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from envgrad.chat import ChatRenderer
 from envgrad.errors import ChatTemplateError, ConfigurationError
@@ -63,10 +64,8 @@ def test_row_decodes_to_the_templates_own_rendering(name: str) -> None:
     assert row == renderer.tokenizer.encode(renderer.render(messages, TOOLS, generation=True), add_special_tokens=False)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", [name for name in CASES if name != "prompt_opens_thinking"])
 def test_observations_follow_as_user_messages(name: str) -> None:
-    if name in ("prompt_opens_thinking",):
-        pytest.skip("its history differs from its prompts")
     renderer = RENDERERS[name]
     answer: Message = {"role": "assistant", "content": "I guess 3."}
     observation: Message = {"role": "user", "content": "higher"}
@@ -170,6 +169,24 @@ def test_a_tokenizer_that_adds_bos_adds_it_nowhere() -> None:
     assert bos not in renderer.suffix([5], [result("7")], TOOLS)
     llama = bpe_tokenizer(CASES["llama"].source, eos="<|eot_id|>", bos="<s>", adds_bos=True)
     assert ChatRenderer(llama).open(OPENING, None).count(llama.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_a_tokenizer_that_treats_the_start_of_a_text_apart(scheme: str) -> None:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    specials = ["<|im_start|>", "<|im_end|>"]
+    texts = ["user assistant tool 7 hi \n 8 ok", " a b"]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=specials, show_progress=False))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    renderer = ChatRenderer(tokenizer)
+    answer: Message = {"role": "assistant", "content": "ok"}
+    chat = [{"role": "user", "content": "hi"}, answer, result("7 8")]
+    row = renderer.open(chat[:1], None)
+    whole = tokenizer.encode(renderer.render(chat, generation=True), add_special_tokens=False)
+    turn = whole[len(row) : whole.index(tokenizer.eos_token_id, len(row)) + 1]
+    assert [*row, *turn, *renderer.suffix(turn, chat[2:], None)] == whole
 
 
 def test_earlier_thinking_stays_in_the_row() -> None:

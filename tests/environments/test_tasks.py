@@ -192,7 +192,7 @@ class TestFinite:
 
 
 class TestOrder:
-    @pytest.mark.parametrize("length", [1, 2, 3, 17, SHUFFLED_AS_LIST, SHUFFLED_AS_LIST + 1, 70_000])
+    @pytest.mark.parametrize("length", [1, 2, 3, 17, SHUFFLED_AS_LIST, SHUFFLED_AS_LIST + 1])
     def test_every_index_once(self, length: int) -> None:
         order = EpochOrder(length, ("key",))
         assert sorted(order.at(number)[1] for number in range(length)) == list(range(length))
@@ -208,13 +208,13 @@ class TestOrder:
 
 
 class TestMixture:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(weights=st.lists(st.sampled_from([0.1, 0.2, 0.3, 1.0, 2.0, 7.0, 99.7, 1e-3]), min_size=1, max_size=9))
     def test_every_share_is_kept_within_one_at_all_times(self, weights: list[float]) -> None:
         names = [f"e{number}" for number in range(len(weights))]
         mixture = MixtureTasks([endless(name) for name in names], weights, seed=0, split="train")
         counts = Counter[str]()
-        for number in range(1, 200):
+        for number in range(1, 150):
             counts[mixture.draw().environment] += 1
             for name, weight in zip(names, weights, strict=True):
                 assert abs(counts[name] - number * weight / sum(weights)) < 1 + 1e-9

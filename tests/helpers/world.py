@@ -12,7 +12,7 @@ from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import inspect_environment
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.tasks import TaskStream, build_task_stream
-from envgrad.rollout.episode import EpisodeContext, EpisodeLimits
+from envgrad.rollout.context import EpisodeContext, EpisodeLimits
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.loop import RolloutLoop
 from envgrad.rollout.runner import RolloutRunner, Round

@@ -1,0 +1,66 @@
+"""How an episode begins: an instance is reset, and its first messages and tools become the opening prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from envgrad.environments.boundary import call_user
+from envgrad.environments.contract import opening_messages
+from envgrad.environments.tools import ToolSpec
+from envgrad.errors import ResetTimeout
+from envgrad.rollout.context import EpisodeContext, value_or_failure
+from envgrad.types import Message, Prompt, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """A reset instance's first messages, its tools, and both as token ids."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    schemas: list[dict[str, Any]] | None
+    """the tools' schemas as the template gets them; None without tools"""
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class EpisodeStart:
+    """A started instance. ``usable`` turns False once one of its calls may still be running in a thread."""
+
+    instance: object
+    opening: Opening
+    reset_seconds: float = 0.0
+    usable: bool = True
+
+
+async def start(context: EpisodeContext, instance: object, task: Task, known: Opening | None = None) -> EpisodeStart:
+    """Reset ``instance`` to ``task`` and render its opening; ``known`` saves rendering the same opening again.
+
+    Raises:
+        EpisodeFailure: ``reset`` raised, took too long, or returned what is no prompt.
+    """
+    spec, limits = context.spec, context.limits
+    reset: Callable[..., object] = instance.reset  # type: ignore[attr-defined]
+    arguments = spec.reset_arguments(task)
+    outcome = await call_user(
+        f"{spec.name}.reset", reset, workers=context.workers, timeout=limits.reset_timeout, arguments=arguments
+    )
+    value = value_or_failure(outcome, f"{spec.name}.reset", ResetTimeout, limits.reset_timeout)
+    opening = open_prompt(context, instance, value, task, known)
+    return EpisodeStart(instance=instance, opening=opening, reset_seconds=outcome.seconds)
+
+
+def open_prompt(
+    context: EpisodeContext, instance: object, reset_result: object, task: Task, known: Opening | None = None
+) -> Opening:
+    """The opening of an instance that was reset; ``known`` is taken if it says the same."""
+    row_prompt: Prompt = task.row.get("prompt") if task.row else None
+    messages = tuple(opening_messages(reset_result, row_prompt, f"{context.spec.name}.reset"))
+    tools = context.spec.tools_of(instance)
+    if known is not None and known.messages == messages and known.tools == tools:
+        return known
+    schemas = [tool.schema for tool in tools] or None
+    prompt_ids = context.renderer.open(messages, schemas)
+    return Opening(messages=messages, tools=tools, schemas=schemas, prompt_ids=tuple(prompt_ids))

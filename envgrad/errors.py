@@ -81,7 +81,7 @@ class ToolCallError(EnvgradError):
     """A tool call that does not fit its tool. Its text goes back to the model as the tool's result."""
 
 
-class EpisodeDone(Exception):  # noqa: N818 - a signal, not an error
+class EpisodeDone(Exception):
     """Raise it from a tool to end the episode; ``observation`` is the tool's last result.
 
     Example:

@@ -1,10 +1,4 @@
-"""Mate in one: positions are made up as they are needed, and the chess library says what is legal and what is mate.
-
-Run it::
-
-    pip install chess
-    python examples/chess_puzzles.py
-"""
+"""Mate in one: positions are made up as they are needed, and the chess library says what is legal and what is mate."""
 
 from __future__ import annotations
 
@@ -15,9 +9,7 @@ from envgrad import GRPOConfig, GRPOTrainer
 try:
     import chess
 except ModuleNotFoundError as error:
-    raise SystemExit("this example needs the package `chess` (GPL), which envgrad does not install: pip install chess") from error
-
-ATTEMPTS = 3
+    raise SystemExit("this example needs a package that envgrad does not install: pip install chess") from error
 
 
 def mate_in_one(rng: random.Random) -> chess.Board:
@@ -40,7 +32,7 @@ class MateInOne:
     def reset(self, group_id: int) -> str:
         # The group's id is the position: siblings see one board, and no data set is needed.
         self.board = mate_in_one(random.Random(group_id))
-        self.attempts = 0
+        self.attempts_left = 3
         pieces = " ".join(f"{piece.symbol()}{chess.square_name(at)}" for at, piece in self.board.piece_map().items())
         return f"White (capitals) mates in one: {pieces}"
 
@@ -54,7 +46,7 @@ class MateInOne:
         Returns:
             What the move did.
         """
-        self.attempts += 1
+        self.attempts_left -= 1
         try:
             self.board.push_uci(move)
         except ValueError:
@@ -63,14 +55,14 @@ class MateInOne:
 
     @property
     def done(self) -> bool:
-        return bool(self.board.move_stack) or self.attempts >= ATTEMPTS
+        return bool(self.board.move_stack) or not self.attempts_left
 
     def get_reward(self) -> float:
         return float(self.board.is_checkmate())
 
 
 def main(output_dir: str = "outputs/chess_puzzles", max_steps: int = 50) -> None:
-    args = GRPOConfig(output_dir=output_dir, max_steps=max_steps, max_completion_length=96, report_to="none")
+    args = GRPOConfig(output_dir=output_dir, max_steps=max_steps, max_completion_length=96)
     GRPOTrainer("starter", args=args, environment_factory=MateInOne).train()
 
 

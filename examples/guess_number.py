@@ -1,9 +1,4 @@
-"""Find a hidden number from 1 to 16 in five guesses: higher or lower.
-
-Run it::
-
-    python examples/guess_number.py
-"""
+"""Find a hidden number from 1 to 16 in five guesses: higher or lower."""
 
 from __future__ import annotations
 
@@ -51,8 +46,8 @@ def main(output_dir: str = "outputs/guess_number", max_steps: int = 50) -> None:
         per_device_train_batch_size=128,  # episodes in a step: 8 groups of 16 siblings
         num_generations=16,
         max_completion_length=128,
+        max_turns=6,  # five guesses; the calls of the last turn do not run
         learning_rate=1e-3,
-        report_to="none",
     )
     GRPOTrainer("starter", args=args, environment_factory=GuessNumber).train()
 

@@ -1,9 +1,4 @@
-"""One agent, two environments, each with its own tools. Three tasks of four come from the first.
-
-Run it::
-
-    python examples/two_envs.py
-"""
+"""One agent, two environments, each with its own tools. Three tasks of four come from the first."""
 
 from __future__ import annotations
 
@@ -22,7 +17,6 @@ def main(output_dir: str = "outputs/two_envs", max_steps: int = 60) -> None:
         max_completion_length=128,
         learning_rate=1e-3,
         environment_weights={"compass": 3, "guess_number": 1},
-        report_to="none",
     )
     factories = {"compass": Compass, "guess_number": GuessNumber}
     GRPOTrainer("starter", args=args, environment_factory=factories).train()

@@ -1,9 +1,4 @@
-"""Find a secret three-letter word in six guesses. The environment draws the word from a generator of its own.
-
-Run it::
-
-    python examples/wordle.py
-"""
+"""Find a secret three-letter word in six guesses. The environment draws the word from a generator of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +6,11 @@ import random
 
 from envgrad import GRPOConfig, GRPOTrainer
 
-WORDS = (
+LIST = (
     "ant ape arm art bat bed bee bus cat cow cup day dog ear egg eye fan fig fox gem "
     "hat hen ice ink jam key leg lip map net oak owl pen pig rat sea sun tea van zoo"
-).split()
+)
+WORDS = LIST.split()
 MAX_GUESSES = 6
 
 
@@ -62,9 +58,7 @@ def main(output_dir: str = "outputs/wordle", max_steps: int = 50) -> None:
         max_steps=max_steps,
         per_device_train_batch_size=128,
         num_generations=16,
-        max_completion_length=192,
         learning_rate=1e-3,
-        report_to="none",
     )
     GRPOTrainer("starter", args=args, environment_factory=Wordle).train()
 

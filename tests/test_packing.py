@@ -19,7 +19,7 @@ from transformers import (
 
 from envgrad.attention import use_envgrad_attention
 from envgrad.errors import ConfigurationError
-from envgrad.layout import PackedLayout, length_buckets
+from envgrad.layout import BLOCK_COST, PackedLayout, length_buckets
 from envgrad.logprobs import install_policy_forward, policy_logprobs
 from envgrad.packing import Batch, PackMode, StepTotals, pack, padding_micro_batch
 from envgrad.types import TrainingSample
@@ -308,13 +308,14 @@ def test_length_buckets_cut_where_padding_costs_more_than_a_call() -> None:
     assert length_buckets(0, []) == []
     assert length_buckets(400, [40, 40, 39, 38]) == [[40, 40, 39, 38]]
     assert length_buckets(400, [300, 10, 10]) == [[300], [10, 10]]
+    assert length_buckets(30, [20, 10, 4]) == [[20, 10, 4]]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 200), st.lists(st.integers(1, 300), max_size=7))
 def test_length_buckets_are_the_cheapest_cut(prefix: int, lengths: list[int]) -> None:
     def cost(cut: list[list[int]]) -> int:
-        return sum(len(run) * max(run) * (prefix + max(run)) + 4096 for run in cut)
+        return sum(len(run) * max(run) * (prefix + max(run)) + BLOCK_COST for run in cut)
 
     def cuts(rest: list[int]) -> list[list[list[int]]]:
         if not rest:

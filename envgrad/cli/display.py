@@ -11,7 +11,6 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,7 +33,7 @@ class PlaysRounds(Protocol):
     def last_round(self) -> Round | None: ...
 
 
-class RunDisplay(TrainerCallback):  # type: ignore[misc]  # transformers ships no usable types
+class RunDisplay(TrainerCallback):
     """Shows a run while it trains; a context manager, so that the terminal is given back on every way out.
 
     Live: step and time left, reward with its curve (of each environment too, if there are several), seconds and share
@@ -199,22 +198,21 @@ class RunDisplay(TrainerCallback):  # type: ignore[misc]  # transformers ships n
         """What is shown now."""
         parts: list[RenderableType] = [self._head(), self._rewards(), self._pace()]
         if self._sample is not None:
-            parts.append(Rule(Text(f"sample: {headline(self._sample)}", style="dim"), style="dim", align="left"))
-            parts.append(transcript(self._sample, max_lines=max(4, min(14, self.console.height - 14))))
+            room = self.console.height - 14 - len(self.figures.by_environment)
+            parts.append(Text(f"sample  {headline(self._sample)}", style="dim"))
+            parts.append(transcript(self._sample, max_lines=max(4, min(14, room)), max_characters=120))
         return Padding(Group(*parts), (1, 0, 0, 0))
 
     def _head(self) -> RenderableType:
         figures = self.figures
-        waited = f" ({clock(time.perf_counter() - figures.phase_began)})" if figures.max_steps else ""
-        grid = Table.grid(padding=(0, 2), expand=False)
-        grid.add_row(
-            Text(self._title, style="bold"),
-            Text(f"step {figures.step}/{figures.max_steps or '?'}"),
-            ProgressBar(total=max(figures.max_steps, 1), completed=figures.step, width=max(8, self.console.width // 5)),
-            Text(f"{clock(figures.eta())} left" if figures.step < figures.max_steps else ""),
-            Text(figures.phase + (waited if figures.phase != "done" else ""), style="dim"),
+        bar = ProgressBar(
+            total=max(figures.max_steps, 1), completed=figures.step, width=max(8, self.console.width // 4)
         )
-        return grid
+        left = f"{clock(figures.eta())} left" if figures.step < figures.max_steps else ""
+        doing = figures.phase if figures.phase == "done" else f"{figures.phase} {clock(figures.in_phase())}"
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(Text(f"step {figures.step}/{figures.max_steps or '?'}"), bar, Text(left), Text(doing, style="dim"))
+        return Group(Text(self._title, style="bold"), grid)
 
     def _rewards(self) -> RenderableType:
         figures = self.figures

@@ -61,7 +61,6 @@ class RunFigures:
         self.last_round: Round | None = None
         self.phase = "starting"
         """what is going on now, in words"""
-        self.phase_began = self.began = 0.0
         self._mark = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._played = (0, 0)
@@ -72,8 +71,8 @@ class RunFigures:
     def start(self, *, step: int, max_steps: int) -> None:
         """The loop begins, at ``step`` of ``max_steps``."""
         self.step, self.max_steps = step, max_steps
-        self.began = self._enter("playing episodes")
-        self._traces.append(_StepTrace(ended=self.began, episodes=0, sampled_tokens=0, seconds={}))
+        began = self._enter("playing episodes")
+        self._traces.append(_StepTrace(ended=began, episodes=0, sampled_tokens=0, seconds={}))
 
     def end_fetch(self) -> None:
         """The step's samples are there: played, scored and packed."""
@@ -108,7 +107,7 @@ class RunFigures:
 
     def _enter(self, phase: str) -> float:
         self._mark = self._clock()
-        self.phase, self.phase_began = phase, self._mark
+        self.phase = phase
         return self._mark
 
     def _add_round(self, played: Round) -> None:
@@ -156,9 +155,9 @@ class RunFigures:
             return math.inf
         return (self._traces[-1].ended - self._traces[0].ended) / done * (self.max_steps - self.step)
 
-    def elapsed(self) -> float:
-        """Seconds since the loop began, up to the last event."""
-        return self._mark - self.began
+    def in_phase(self) -> float:
+        """Seconds since the current phase began."""
+        return self._clock() - self._mark if self._traces else 0.0
 
 
 def _mean_reward(episodes: list[Episode]) -> list[float]:

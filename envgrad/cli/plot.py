@@ -152,6 +152,7 @@ def save_png(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     picture = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(picture)
@@ -178,6 +179,7 @@ def save_png(
     )
     margin = 0.03 * (high - low)
     axes.set_ylim(low - margin, high + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round of rollouts")
     axes.set_ylabel("mean reward")
     axes.set_title(title.replace("$", r"\$"))

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from envgrad.chat.renderer import SampledTurn
-from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, call_user
+from envgrad.environments.arguments import clean_text
+from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, call_user, guard
 from envgrad.environments.contract import ToolResult, read_reward, read_step
 from envgrad.environments.tasks import hash63
 from envgrad.environments.tools import check_arguments, find_tool, result_text
@@ -51,6 +52,8 @@ async def score(
 ) -> tuple[float | None, dict[str, float | None]]:
     """The episode's reward (turn rewards plus ``get_reward``) and its named components; None is unscorable.
 
+    An environment that only pays for turns scores 0 where it paid for none.
+
     Raises:
         EpisodeFailure: ``get_reward`` raised, took too long, or returned what is no reward.
     """
@@ -67,8 +70,10 @@ async def score(
         if value is None:
             return None, rewards | {spec.name: None}
         rewards |= value if isinstance(value, dict) else {spec.name: value}
+    elif spec.has_group_reward and not given:
+        return None, rewards
     scored = [value for value in rewards.values() if value is not None]
-    return (sum(scored) if scored else None), rewards
+    return (sum(scored) if scored or not rewards else None), rewards
 
 
 @dataclass(slots=True)
@@ -189,19 +194,21 @@ class _Player:
             return ToolOutcome(call=call, content=str(error), ok=False), None
         timeout, limit = self._user_timeout()
         outcome = await call_user(
-            f"{self.context.spec.name}.{tool.name}",
+            self._where(tool.name),
             tool.bind(self.begin.instance),
             workers=self.context.workers,
             timeout=timeout,
             arguments=arguments,
         )
         result, stop = self._tool_outcome(call, outcome, limit)
-        return result, stop or (StopReason.DONE if await self._read_done() else None)
+        if stop is None and await self._read_done():
+            stop = StopReason.DONE
+        return result, stop
 
     def _tool_outcome(
         self, call: ToolCall, outcome: Outcome, limit: StopReason
     ) -> tuple[ToolOutcome, StopReason | None]:
-        where, seconds = f"{self.context.spec.name}.{call.name}", outcome.seconds
+        where, seconds = self._where(call.name or ""), outcome.seconds
         match outcome:
             case Ok(value=value):
                 return self._tool_result(call, value, where, seconds), None
@@ -210,7 +217,7 @@ class _Player:
             case Raised(error=EpisodeDone(observation=observation)):
                 return self._tool_result(call, observation, where, seconds), StopReason.DONE
             case Raised(error=error):
-                content = f"{call.name} failed: {type(error).__name__}: {error}"
+                content = clean_text(f"{call.name} failed: {type(error).__name__}: {error}")
                 return ToolOutcome(call=call, content=content, ok=False, seconds=seconds), None
             case TimedOut(killable=killable):
                 content = f"{call.name} was stopped after {seconds:.3g} s: it took too long"
@@ -222,14 +229,17 @@ class _Player:
         paid = value.reward if isinstance(value, ToolResult) else None
         content = value.content if isinstance(value, ToolResult) else value
         reward = _turn_reward(paid, where)
-        try:
-            text, ok = result_text(content), True
-        except ToolCallError as error:
-            text, ok = str(error), False
-        return ToolOutcome(call=call, content=text, ok=ok, reward=reward, seconds=seconds)
+        text = guard(result_text, content)  # it may run the value's own __str__
+        if isinstance(text, Ok):
+            return ToolOutcome(call=call, content=str(text.value), ok=True, reward=reward, seconds=seconds)
+        content = clean_text(f"{call.name} returned what cannot be shown: {text.error}")
+        return ToolOutcome(call=call, content=content, ok=False, reward=reward, seconds=seconds)
+
+    def _where(self, member: str) -> str:
+        return f"{self.context.spec.name or 'environment'}.{member}"
 
     async def _step(self, read: SampledTurn, last: bool) -> StopReason | None:
-        where, began = f"{self.context.spec.name}.step", time.perf_counter()
+        where, began = self._where("step"), time.perf_counter()
         timeout, limit = self._user_timeout()
         step: Callable[..., object] = self.begin.instance.step  # type: ignore[attr-defined]
         text = read.message.get("content") or ""
@@ -267,7 +277,7 @@ class _Player:
             return stored
         if not spec.has_done and stored is None:
             return False
-        where = f"{spec.name}.done"
+        where = self._where("done")
         outcome = await call_user(
             where, spec.read_done, instance, workers=self.context.workers, timeout=self.context.limits.tool_timeout
         )

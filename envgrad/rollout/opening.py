@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from envgrad.environments.boundary import call_user
+from envgrad.environments.boundary import Raised, call_user
 from envgrad.environments.contract import opening_messages
 from envgrad.environments.tools import ToolSpec
-from envgrad.errors import ResetTimeout
+from envgrad.errors import EnvironmentContractError, ResetTimeout
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.types import Message, Prompt, Task
 
@@ -48,19 +48,31 @@ async def start(context: EpisodeContext, instance: object, task: Task, known: Op
         f"{spec.name}.reset", reset, workers=context.workers, timeout=limits.reset_timeout, arguments=arguments
     )
     value = value_or_failure(outcome, f"{spec.name}.reset", ResetTimeout, limits.reset_timeout)
-    opening = open_prompt(context, instance, value, task, known)
+    opening = await open_prompt(context, instance, value, task, known)
     return EpisodeStart(instance=instance, opening=opening, reset_seconds=outcome.seconds)
 
 
-def open_prompt(
+async def open_prompt(
     context: EpisodeContext, instance: object, reset_result: object, task: Task, known: Opening | None = None
 ) -> Opening:
     """The opening of an instance that was reset; ``known`` is taken if it says the same."""
     row_prompt: Prompt = task.row.get("prompt") if task.row else None
     messages = tuple(opening_messages(reset_result, row_prompt, f"{context.spec.name}.reset"))
-    tools = context.spec.tools_of(instance)
+    tools = context.spec.tools if not context.spec.dynamic_tools else await _read_tools(context, instance)
     if known is not None and known.messages == messages and known.tools == tools:
         return known
     schemas = [tool.schema for tool in tools] or None
     prompt_ids = context.renderer.open(messages, schemas)
     return Opening(messages=messages, tools=tools, schemas=schemas, prompt_ids=tuple(prompt_ids))
+
+
+async def _read_tools(context: EpisodeContext, instance: object) -> tuple[ToolSpec, ...]:
+    """The tools of this task: a property of the user's, so it is read inside the boundary."""
+    where, timeout = f"{context.spec.name}.tools", context.limits.reset_timeout
+    outcome = await call_user(where, context.spec.tools_of, instance, workers=context.workers, timeout=timeout)
+    if isinstance(outcome, Raised) and isinstance(outcome.error, EnvironmentContractError):
+        raise outcome.error
+    tools = value_or_failure(outcome, where, ResetTimeout, timeout)
+    if not isinstance(tools, tuple):
+        raise AssertionError(tools)
+    return tools

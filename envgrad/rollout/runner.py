@@ -89,15 +89,10 @@ class RolloutRunner:
         """Whether enough siblings are scored; counts the groups in a row that are not."""
         scored = sum(episode.reward is not None for episode in group.episodes)
         name = group.task.environment
+        self._check_first_reward(group)
         if scored >= min(2, policy.num_generations):
             self.consecutive_failures = 0
-            self._scored_once.add(name)
             return True
-        if scored == 0 and not group.failures and name not in self._scored_once:
-            raise EnvironmentContractError(
-                f"{name}: a whole first group of {len(group.episodes)} episodes got no reward from anywhere; define "
-                "get_reward() (a float, or a dict of floats), or return rewards from step or tools"
-            )
         self.consecutive_failures += 1
         last = group.failures[-1].error if group.failures else None
         logger.warning(
@@ -110,6 +105,19 @@ class RolloutRunner:
                 f"{self.max_consecutive_failed_groups}); the last failure was: {last}"
             ) from last
         return False
+
+    def _check_first_reward(self, group: Group) -> None:
+        """A whole first group in which nothing was ever paid shows an environment that has no reward."""
+        name = group.task.environment
+        if name in self._scored_once or group.failures:
+            return
+        ended = [episode for episode in group.episodes if not episode.truncated]
+        if not any(value is not None for episode in group.episodes for value in episode.rewards.values()) and ended:
+            raise EnvironmentContractError(
+                f"{name}: a whole first group of {len(group.episodes)} episodes got no reward from anywhere; define "
+                "get_reward() (a float, or a dict of floats), or return rewards from step or tools"
+            )
+        self._scored_once.add(name)
 
     def _warn_of_mismatch(self, group: Group) -> None:
         name = group.task.environment

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from envgrad.attention import no_mask
 from envgrad.errors import ConfigurationError
-from envgrad.sampling.kv_cache import DecodeLayout
+from envgrad.sampling.kv_cache import DecodeLayout, StepRow
 from envgrad.sampling.limits import serving
 from envgrad.sampling.requests import Request, SamplerStats, Slot, StopStrings
 from envgrad.sampling.sampling_ops import SamplingBatch, sample_tokens
@@ -79,6 +79,7 @@ class Engine:
         self._stops = stops
         self._autocast = autocast
         self._serving: ExitStack | None = None
+        self._layout: DecodeLayout | None = None
         self._batch: tuple[list[Request], SamplingBatch] | None = None
 
     # -- the module, shared with the trainer --------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class Engine:
 
     def _run(self, plan: list[PlannedRow]) -> Tensor:
         device = self._model.device
-        layout = DecodeLayout(self.scheduler.cache, [one.row for one in plan], device)
+        layout = self._layout_of([one.row for one in plan], device)
         tokens: list[int] = []
         last: list[int] = []
         for _, request, (_, start, size), complete in plan:
@@ -171,6 +172,14 @@ class Engine:
         self.stats.decode_tokens += decoded
         self.stats.prefill_tokens += len(tokens) - decoded
         return logits
+
+    def _layout_of(self, rows: list[StepRow], device: torch.device) -> DecodeLayout:
+        layout = self._layout
+        if layout is not None and layout.follows == rows:
+            layout.advance()
+            return layout
+        self._layout = DecodeLayout(self.scheduler.cache, rows, device)
+        return self._layout
 
     def _sample(self, slots: list[Slot], logits: Tensor) -> list[Request]:
         requests = [slot.request for slot in slots if slot.request is not None]

@@ -7,6 +7,7 @@ own slot's past. Rows of like length attend together; nothing but the attention 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from envgrad.attention import AttentionCall
 
 _MASK_ELEMENTS = 1 << 22
+_SPARE_BYTES = 1 << 26
 _SPREAD = 2.5
 """attend over a span of slots with holes, instead of gathering the busy ones, up to this ratio of span to busy"""
 
@@ -47,6 +49,7 @@ class KVCache:
         self.slots = 0
         self.length = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +66,9 @@ class KVCache:
         self.slots, self.length = slots, length
 
     def drop(self) -> None:
-        """Forget everything and free the memory."""
+        """Forget everything. Memory is freed, for training to use, but for a small cache's, which is kept for reuse."""
+        small = self.num_bytes <= _SPARE_BYTES
+        self._spare = {layer: (key.view(-1), value.view(-1)) for layer, (key, value) in self._layers.items() if small}
         self._layers.clear()
         self.slots = self.length = 0
 
@@ -79,14 +84,19 @@ class KVCache:
         """Store keys and values (``(1, Hkv, T, D)``) at ``(slot[t], position[t])``; returns the layer's buffers."""
         pair = self._layers.get(layer)
         if pair is None:
-            pair = (
-                key.new_zeros(self.slots, key.shape[1], self.length, key.shape[3]),
-                value.new_zeros(self.slots, value.shape[1], self.length, value.shape[3]),
-            )
+            old = self._spare.pop(layer, (None, None))
+            pair = (self._buffer(key, old[0]), self._buffer(value, old[1]))
             self._layers[layer] = pair
         pair[0][slot, :, position] = key[0].transpose(0, 1).to(pair[0].dtype)
         pair[1][slot, :, position] = value[0].transpose(0, 1).to(pair[1].dtype)
         return pair
+
+    def _buffer(self, like: Tensor, spare: Tensor | None) -> Tensor:
+        shape = (self.slots, like.shape[1], self.length, like.shape[3])
+        numel = math.prod(shape)
+        if spare is not None and spare.numel() >= numel and spare.dtype == like.dtype and spare.device == like.device:
+            return spare[:numel].view(shape)
+        return like.new_zeros(shape)
 
 
 def _moved(old: Tensor, slots: int, length: int, kept: list[int]) -> Tensor:
@@ -157,6 +167,12 @@ class _Bucket:
         self.take, self.positions = parts[0].view(size, width), parts[1].view(size, width)
         self.give, self.tokens, self.slots = parts[2], parts[3], parts[4]
 
+    def advance(self) -> None:
+        """Every row decodes one token more (holes too: what they attend to is thrown away)."""
+        self.positions.add_(1)
+        self.keys += 1
+        self.masks.clear()
+
     @property
     def in_order(self) -> bool:
         """Whether the queries are exactly the bucket's tokens, in order: no padding, no holes."""
@@ -215,7 +231,23 @@ class DecodeLayout:
         first = self._buckets[0]
         self._whole = len(self._buckets) == 1 and first.in_order and first.offsets == sorted(first.offsets)
         """one bucket whose queries are the step's tokens, in order"""
+        decoding = all(size == 1 for _, _, size in rows)
+        self._next = [StepRow(slot, start + 1, 1) for slot, start, _ in rows] if decoding else None
         self.layers_seen: set[int] = set()
+
+    @property
+    def follows(self) -> Sequence[StepRow] | None:
+        """The rows of the next step if every row decodes one token more; None if this step had longer rows."""
+        return self._next
+
+    def advance(self) -> None:
+        """Become the layout of that next step, without building it anew."""
+        if self._next is None:
+            raise AssertionError("only a step that decodes one token per row can be advanced")
+        self.positions.add_(1)
+        for bucket in self._buckets:
+            bucket.advance()
+        self._next = [StepRow(slot, start + 1, 1) for slot, start, _ in self._next]
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.layers_seen.add(call.layer)

@@ -124,7 +124,8 @@ class Scheduler:
             return
         self.ready.pop(request, None)
         if request.leader is not None:
-            self._followers[request.leader].remove(slot)
+            if request.leader in self._followers:
+                self._followers[request.leader].remove(slot)
             request.leader = None
         for one in self._followers.pop(request, []):
             self._requeue(one)
@@ -215,7 +216,7 @@ class Scheduler:
         tokens = request.tokens
         cached = slot.common(tokens)
         slot.request, slot.used = request, self.stats.steps
-        if not kept:
+        if not kept or not slot.cached:
             self._join_group(slot, request.group)
             siblings = [one for one in self._by_group[request.group] if one is not slot]
             leader = next((one.request for one in siblings if _leads(one, request)), None)

@@ -149,7 +149,7 @@ def backward(
         # Padding stands at the end of a row, where no earlier token sees it.
         states = model.model(input_ids=ids).last_hidden_state[:, :-1][trained]
         loss = cross_entropy(model.lm_head(states), labels[trained], reduction="sum") / count
-        loss.backward()
+        torch.autograd.backward(loss)
         total += loss.item()
     return total
 

@@ -1,8 +1,8 @@
 """The starter's tokenizer and chat template.
 
-A byte-level BPE of a few hundred tokens, so any text goes in and comes out unchanged. Roles, the start of a call and the
-end of a turn are one special token each, and the fixed parts of a call's JSON are one ordinary token each, which makes a
-call short::
+A byte-level BPE of a few hundred tokens, so any text goes in and comes out unchanged. Roles, the start of a call and
+the end of a turn are one special token each, and the fixed parts of a call's JSON are one ordinary token each, which
+makes a call short::
 
     <|tools|>move(direction: north|east|south|west)
     <|user|>Reach the goal in six moves.
@@ -122,6 +122,8 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def _ordinary_text(texts: Iterable[str]) -> Iterator[str]:
     """The text between the tokens that are given, not learned."""
-    given = re.compile("|".join(re.escape(token) for token in sorted(SPECIAL_TOKENS + CALL_PIECES, key=len, reverse=True)))
+    given = re.compile(
+        "|".join(re.escape(token) for token in sorted(SPECIAL_TOKENS + CALL_PIECES, key=len, reverse=True))
+    )
     for text in texts:
         yield from (part for part in given.split(text) if part)

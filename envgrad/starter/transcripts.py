@@ -27,24 +27,29 @@ Schema: TypeAlias = dict[str, object]
 Arguments: TypeAlias = dict[str, object]
 Draw: TypeAlias = Callable[[random.Random], Arguments]
 
-NAMES = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = _words(
     "search read write open close send list find get set add remove start stop check look take drop use push pull turn "
     "press pick choose answer submit buy sell pay count measure copy paste save load run test build paint draw play "
     "guess move wait ask tell show hide lock fetch"
-).split()
-PARAMETERS = (
+)
+PARAMETERS = _words(
     "name text item place time color size amount count number word key value path file query choice side direction "
     "speed title city day month price page line row column target source message level index code letter move"
-).split()
-VALUES = (
+)
+VALUES = _words(
     "red green blue black white small large left right up down near far north east south west front back low high "
     "apple bread water door box table lamp book stone gold one two three four yes no hot cold open closed alpha beta "
     "gamma delta first last none all"
-).split()
-PROSE = (
+)
+PROSE = _words(
     "please the a you can now with for then this task goal room find use tool your next step at is in to of it "
     "error done nothing happened ok what not reach answer result question"
-).split()
+)
 SQUARES = [file + rank for file in "abcdefgh" for rank in "12345678"]
 
 
@@ -126,7 +131,7 @@ def _importable(examples: Path) -> Iterator[None]:
 def draw_chat(rng: random.Random, games: dict[str, Game]) -> Chat:
     """One transcript of a kind drawn at random."""
     kind = rng.choices(
-        ("compass", "guess_number", "wordle", "board", "made up", "text"), weights=(25, 15, 15, 10, 30, 5)
+        ("compass", "guess_number", "wordle", "board", "made up", "text"), weights=(20, 15, 15, 10, 35, 5)
     )[0]
     if kind in games:
         return play_blindly(rng, games[kind])
@@ -191,13 +196,15 @@ def _made_up_tool(rng: random.Random, name: str) -> tuple[str, Schema, Draw]:
 
 
 def _made_up_parameter(rng: random.Random) -> tuple[Schema, Callable[[random.Random], object]]:
-    kind = rng.choice(("enum", "enum", "integer", "string", "boolean", "number"))
+    kind = rng.choice(("enum", "enum", "enum", "enum", "integer", "string", "boolean", "number"))
     if kind == "enum":
-        choices = rng.sample(VALUES, rng.randint(2, 5))
+        choices = rng.sample(rng.choice((VALUES, list(STEPS))), rng.randint(2, 4))
         return {"type": "string", "enum": choices}, lambda rng: rng.choice(choices)
     draws: dict[str, Callable[[random.Random], object]] = {
         "integer": lambda rng: rng.randint(0, 20),
-        "string": lambda rng: "".join(rng.choices(string.ascii_lowercase, k=3)) if rng.random() < 0.3 else rng.choice(VALUES),
+        "string": lambda rng: (
+            "".join(rng.choices(string.ascii_lowercase, k=3)) if rng.random() < 0.3 else rng.choice(VALUES)
+        ),
         "boolean": lambda rng: rng.random() < 0.5,
         "number": lambda rng: round(rng.uniform(0, 10), 1),
     }
@@ -215,7 +222,7 @@ def _call(name: str, arguments: Arguments) -> Message:
 
 
 def _prose(rng: random.Random) -> str:
-    words = [rng.choice(rng.choice((PROSE, PROSE, VALUES))) for _ in range(rng.randint(1, 6))]
+    words = [rng.choice(PROSE) for _ in range(rng.randint(1, 6))]
     if rng.random() < 0.3:
         words.append(str(rng.randint(0, 20)))
     return " ".join(words) + rng.choice(("", ".", ":", "?"))

@@ -67,6 +67,7 @@ class Rollouts:
         self._finalizer = weakref.finalize(self, _close_probes, self._probes, self.specs, config.close_timeout)
         self._open: _Open | None = None
         self._version = 0
+        self._routed = isinstance(environment_factory, Mapping)
         try:
             self._inspect(environment_factory)
             self.train_tasks()
@@ -88,7 +89,7 @@ class Rollouts:
             name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
             factories = {name if name.isidentifier() else "environment": environment_factory}
         for name, factory in factories.items():
-            spec, probe = inspect_environment(name, factory)
+            spec, probe = inspect_environment(name, factory, columns=frozenset(), routed=self._routed)
             self.specs[name] = spec
             self._probes[name] = probe
             if not spec.may_reward:
@@ -116,12 +117,14 @@ class Rollouts:
     def train_tasks(self) -> TaskStream:
         """The training tasks from their beginning."""
         weights = self.config.mapping("environment_weights")
-        return build_task_stream(self.specs, seed=self.config.seed, split="train", weights=weights)
+        return build_task_stream(self.specs, seed=self.config.seed, split="train", weights=weights, routed=self._routed)
 
     def eval_tasks(self) -> TaskStream:
         """The evaluation tasks from their beginning; their ids never meet the training ids."""
         weights = self.config.mapping("environment_weights")
-        return build_task_stream(self.specs, seed=self.config.seed, split="eval", weights=weights, shuffle=False)
+        return build_task_stream(
+            self.specs, seed=self.config.seed, split="eval", weights=weights, shuffle=False, routed=self._routed
+        )
 
     def group_policy(self, num_generations: int) -> GroupPolicy:
         return GroupPolicy(

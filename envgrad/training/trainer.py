@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_utils import IntervalStrategy, TrainOutput
 
 from envgrad.algorithms.base import Algorithm
+from envgrad.attention import use_envgrad_attention
 from envgrad.config import RolloutConfig, round_size
 from envgrad.errors import ConfigurationError
 from envgrad.logprobs import check_packed_forward, install_policy_forward, policy_logprobs
@@ -85,9 +86,9 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         self.rollouts = Rollouts(policy, args, environment_factory)
         try:
             self._tasks = self.rollouts.train_tasks()
-            self.reference = Reference(policy.model) if algorithm.needs_reference else None
             install_policy_forward(policy.base)
             self._pack_mode = _pack_mode(policy.base)
+            self.reference = Reference(policy.model) if algorithm.needs_reference else None
             use_cache = policy.base.config.use_cache
             super().__init__(
                 model=policy.model,
@@ -301,6 +302,7 @@ def _pack_mode(model: PreTrainedModel) -> PackMode:
     """Shared prompts where the model's packed forward equals its plain one; else one plain row per forward."""
     fault = check_packed_forward(model)
     if fault is None:
+        use_envgrad_attention(model)
         return "shared"
     logger.warning("rows are trained one per forward, which is slow: %s", fault)
     return "single"

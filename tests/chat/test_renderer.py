@@ -136,6 +136,14 @@ def test_end_of_turn_is_added_only_where_it_was_not_sampled() -> None:
     assert renderer.suffix([], [result("7")], TOOLS) == [end, *sampled]
 
 
+def test_text_before_the_terminator_is_not_asked_of_the_model() -> None:
+    renderer = RENDERERS["results_as_answers"]  # writes " </s>" behind an answer
+    observation: Message = {"role": "user", "content": "low"}
+    eos = renderer.tokenizer.eos_token_id
+    assert_text(renderer, renderer.suffix([5, eos], [observation], None), "[INST] low [/INST]")
+    assert_text(renderer, renderer.suffix([5], [observation], None), " </s>[INST] low [/INST]")
+
+
 def test_a_partly_sampled_end_of_turn_is_completed() -> None:
     source = CHATML.replace("'<|im_end|>\\n'", "'<done><|im_end|>\\n'").replace(
         "'<|im_end|>\n'", "'<done><|im_end|>\n'"

@@ -133,6 +133,7 @@ class TestDecision:
         assert self.mode(Closes) is StartMode.INDEPENDENT
         assert self.mode(Client) is StartMode.INDEPENDENT
         assert decide_start(inspect_environment("e", Client)[0], task()) is StartMode.COPY  # not known without one
+        assert decide_start(inspect_environment("e", Closes)[0], task()) is StartMode.INDEPENDENT
         assert [mode.resets_each for mode in StartMode] == [True, True, False, False, True]
 
 
@@ -429,8 +430,12 @@ def test_a_deterministic_environment_raises_no_false_alarm(tmp_path: Path, monke
 
 
 def test_dictionaries_compare_without_their_order() -> None:
-    shared = [1]
-    assert compare(holding(d={"a": shared, "b": shared}), holding(d={"b": shared, "a": shared})) is None
+    def world(order: str, value: int) -> Env:
+        shared = [value]
+        return holding(d=dict.fromkeys(order, shared), e=shared)
+
+    assert compare(world("ab", 1), world("ba", 1)) is None
+    assert compare(world("ab", 1), world("ba", 2)) == "d['a'][0]: 1 != 2"
 
 
 def test_a_goal_that_is_one_of_several_equal_objects_is_told_apart() -> None:

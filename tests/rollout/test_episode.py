@@ -4,10 +4,11 @@ import asyncio
 import time
 
 import pytest
+from helpers.world import RENDERER, TOKENIZER, Counter, call, ids, play, play_one, turn, world
+
 from envgrad.environments.contract import StepResult, ToolResult
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeDone, TooManyFailures
 from envgrad.types import StopReason
-from helpers.world import RENDERER, TOKENIZER, Counter, call, ids, play, play_one, turn, world
 
 
 def results(episode):
@@ -20,7 +21,10 @@ def test_sampled_ids_are_trained_as_sampled_even_where_text_has_another_encoding
     assert TOKENIZER.decode(split) == "hello" and ids("hello") != split
     first = [*split, *turn(call("inc", n=1))]
     second = [*split, *turn()]
-    logprobs = {tuple(first): [-0.01 * i for i in range(len(first))], tuple(second): [-0.5 - i for i in range(len(second))]}
+    logprobs = {
+        tuple(first): [-0.01 * i for i in range(len(first))],
+        tuple(second): [-0.5 - i for i in range(len(second))],
+    }
     script = [(first, logprobs[tuple(first)]), (second, logprobs[tuple(second)])]
     episode = play_one(Counter, script)
     trained = [(t, lp) for t, lp, m in zip(episode.token_ids, episode.logprobs, episode.mask, strict=True) if m]
@@ -53,7 +57,9 @@ def test_the_sampled_terminator_is_trained_and_another_eos_gets_the_templates_en
     assert [t for t, m in zip(own.token_ids, own.mask, strict=True) if m].count(end) == 2
     # a turn that ended in another stop token: the template's own end follows with mask 0
     suffix = RENDERER.suffix([*ids("x"), other], [{"role": "user", "content": "go on"}], None)
-    assert suffix[0] == end and RENDERER.suffix([*ids("x"), end], [{"role": "user", "content": "go on"}], None)[0] != end
+    assert (
+        suffix[0] == end and RENDERER.suffix([*ids("x"), end], [{"role": "user", "content": "go on"}], None)[0] != end
+    )
 
 
 def test_two_calls_in_one_turn_run_in_order():
@@ -123,8 +129,9 @@ def test_a_tool_result_that_does_not_fit_counts_and_the_row_stays_within_the_lim
     episode = play_one(Talker, [turn(call("inc", n=1))] * 3, max_completion_length=200)
     assert episode.stop_reason is StopReason.MAX_COMPLETION_LENGTH
     assert episode.reward == 1.0 and episode.completion_length <= 200
-    full = play_one(Talker, [turn(call("inc", n=1))] * 3, max_context=len(episode.token_ids) + 50,
-        max_completion_length=1 << 20)
+    full = play_one(
+        Talker, [turn(call("inc", n=1))] * 3, max_context=len(episode.token_ids) + 50, max_completion_length=1 << 20
+    )
     assert full.stop_reason is StopReason.CONTEXT and full.reward == 1.0
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+
 from envgrad.rollout.loop import RolloutLoop, gather_or_cancel
 
 

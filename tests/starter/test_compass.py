@@ -15,10 +15,10 @@ def started(seed: int) -> Compass:
     return env
 
 
-def test_all_tasks_are_two_to_four_steps_apart() -> None:
-    # Pairs of cells of a 4x4 grid by distance: 48 at 1, 68 at 2, 64 at 3, 40 at 4 (240 in all, 20 farther).
+def test_all_tasks_are_two_or_three_steps_apart() -> None:
+    # Ordered pairs of cells of a 4x4 grid by distance: 48 at 1, 68 at 2, 64 at 3, 60 farther: 240 in all.
     distances = [abs(a[0] - b[0]) + abs(a[1] - b[1]) for a, b in TASKS]
-    assert {d: distances.count(d) for d in set(distances)} == {2: 68, 3: 64, 4: 40}
+    assert {d: distances.count(d) for d in set(distances)} == {2: 68, 3: 64}
 
 
 @given(st.integers(0, 2**63 - 1))
@@ -80,9 +80,9 @@ def test_no_policy_without_replies_comes_near_on_all_tasks() -> None:
     seeds = {draw_task(seed): seed for seed in range(5000)}
     assert set(seeds) == set(TASKS)
     found = baselines(seeds.values())
-    assert found.random == pytest.approx(0.157, abs=0.001)
-    assert found.constant == pytest.approx(12 / 172)
-    assert found.reply_blind == pytest.approx(47 / 172)
+    assert found.random == pytest.approx(0.188, abs=0.001)
+    assert found.constant == pytest.approx(12 / 132)
+    assert found.reply_blind == pytest.approx(44 / 132)
 
 
 def test_baselines_of_nothing() -> None:

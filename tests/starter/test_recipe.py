@@ -76,7 +76,7 @@ def test_new_models_are_random_with_the_width_s_deviation(games: dict[str, Game]
     tokenizer = make_tokenizer(random.Random(2), games, 100)
     torch.manual_seed(0)
     model = new_model(tokenizer, Recipe())
-    assert float(model.model.layers[0].mlp.up_proj.weight.std()) == pytest.approx(0.125, rel=0.05)
+    assert model.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.125, rel=0.05)
 
 
 def test_a_seed_makes_the_same_files_again(games: dict[str, Game], tmp_path: Path) -> None:

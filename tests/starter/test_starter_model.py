@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from subprocess import run
 
@@ -14,6 +15,7 @@ from transformers.utils import get_json_schema
 
 from envgrad.starter import STARTER_PATH, load_starter
 from envgrad.starter.compass import Compass
+from envgrad.starter.figures import measure
 from envgrad.starter.tokenizer import CALL_PIECES, CHAT_TEMPLATE, SPECIAL_TOKENS
 
 Starter = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
@@ -52,7 +54,10 @@ def test_saved_template_is_the_one_in_the_source(starter: Starter) -> None:
 
 
 def test_importing_the_package_stays_light() -> None:
-    code = "import envgrad.starter, envgrad.starter.compass, sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = (
+        "import sys, envgrad.starter, envgrad.starter.compass; "
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
     done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -129,7 +134,7 @@ def test_history_only_grows(starter: Starter) -> None:
         {"role": "user", "content": "Thanks."},
     ]
     renderings = [starter[1].apply_chat_template(messages[:n], tokenize=False) for n in range(1, 6)]
-    for shorter, longer in zip(renderings, renderings[1:], strict=False):
+    for shorter, longer in pairwise(renderings):
         assert longer.startswith(shorter)
 
 
@@ -163,3 +168,10 @@ def test_weights_are_in_the_wheel() -> None:
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert "starter/weights/*" in project["tool"]["setuptools"]["package-data"]["envgrad"]
+
+
+def test_turns_are_well_formed_calls_and_success_is_low() -> None:
+    found = measure(STARTER_PATH, "compass", Compass, tasks=60)
+    assert found.episodes == 60
+    assert found.well_formed >= 0.95
+    assert found.success <= 0.4

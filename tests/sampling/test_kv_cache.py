@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from envgrad.attention import AttentionCall
+from envgrad.sampling.kv_cache import DecodeLayout, KVCache, StepRow
+
+CPU = torch.device("cpu")
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Attention of one row's every token, (Hq, n, D) over (Hkv, n, D), in float64 -> (n, Hq, D)."""
+    groups = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(groups, 0).double(), value.repeat_interleave(groups, 0).double()
+    scores = query.double() @ key.transpose(1, 2) * scaling
+    place = torch.arange(query.shape[1])
+    hidden = place[None, :] > place[:, None]
+    if window is not None:
+        hidden |= place[None, :] <= place[:, None] - window
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads", "value_dim"), [(4, 2, 8), (2, 2, 8), (4, 1, 6)])
+def test_random_schedules_equal_plain_attention(window: int | None, heads: int, kv_heads: int, value_dim: int) -> None:
+    """Rows grow in random pieces, in random slots, with holes, resizing and copies in between."""
+    chance = random.Random(heads * 10 + kv_heads)
+    torch.manual_seed(0)
+    lengths = [random.Random(index).randint(3, 40) for index in range(7)]
+    query = [torch.randn(heads, length, 8) for length in lengths]
+    key = [torch.randn(kv_heads, length, 8) for length in lengths]
+    value = [torch.randn(kv_heads, length, value_dim) for length in lengths]
+    got: list[list[Tensor]] = [[] for _ in lengths]
+    cache = KVCache()
+    cache.resize(9, 16)
+    slots = chance.sample(range(9), 7)
+    done = [0] * 7
+    call = AttentionCall(layer=3, scaling=0.4, dropout=0.0, window=window)
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        open_rows = [index for index in range(7) if done[index] < lengths[index]]
+        chosen = chance.sample(open_rows, chance.randint(1, len(open_rows)))
+        sizes = [min(lengths[i] - done[i], chance.choice([1, 1, 1, 2, 3, 8, 20])) for i in chosen]
+        need = max(done[i] + size for i, size in zip(chosen, sizes, strict=True))
+        if need > cache.length:
+            order = chance.sample(range(9), 9)
+            cache.resize(9, need + 3, keep=order)
+            slots = [order.index(slot) for slot in slots]
+        rows = [StepRow(slots[i], done[i], size) for i, size in zip(chosen, sizes, strict=True)]
+        layout = DecodeLayout(cache, rows, CPU)
+        parts = [(i, slice(done[i], done[i] + size)) for i, size in zip(chosen, sizes, strict=True)]
+        out = layout.attend(
+            call,
+            torch.cat([query[i][:, part] for i, part in parts], 1).unsqueeze(0),
+            torch.cat([key[i][:, part] for i, part in parts], 1).unsqueeze(0),
+            torch.cat([value[i][:, part] for i, part in parts], 1).unsqueeze(0),
+        )
+        assert layout.positions.tolist() == [at for _, part in parts for at in range(part.start, part.stop)]
+        assert layout.layers_seen == {3}
+        for (i, part), piece in zip(parts, torch.split(out[0], sizes), strict=True):
+            got[i].append(piece)
+            done[i] = part.stop
+    for i in range(7):
+        want = plain(query[i], key[i], value[i], window, 0.4)
+        assert torch.allclose(torch.cat(got[i]).double(), want, atol=1e-5)
+
+
+def test_a_decoding_layout_advances_as_if_built_anew() -> None:
+    torch.manual_seed(0)
+    caches = [KVCache(), KVCache()]
+    rows = [StepRow(0, 4, 1), StepRow(2, 1, 1), StepRow(3, 6, 1)]
+    call = AttentionCall(layer=0, scaling=None, dropout=0.0, window=4)
+    for cache in caches:
+        cache.resize(4, 12)
+    past = torch.randn(1, 2, 12, 8)
+    for cache in caches:
+        first = DecodeLayout(cache, [StepRow(0, 0, 4), StepRow(2, 0, 1), StepRow(3, 0, 6)], CPU)
+        first.attend(call, torch.zeros(1, 4, 11, 8), past[:, :, :11], past[:, :, :11])
+        assert first.follows is None
+    layout = DecodeLayout(caches[0], rows, CPU)
+    for step in range(4):
+        q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
+        now = [StepRow(slot, start + step, 1) for slot, start, _ in rows]
+        if step:
+            assert layout.follows == now
+            layout.advance()
+        anew = DecodeLayout(caches[1], now, CPU)
+        assert torch.equal(layout.positions, anew.positions)
+        assert torch.equal(layout.attend(call, q, k, v), anew.attend(call, q, k, v))
+
+
+def test_copied_rows_go_on_as_their_source() -> None:
+    torch.manual_seed(0)
+    cache = KVCache()
+    cache.resize(4, 8)
+    call = AttentionCall(layer=0, scaling=None, dropout=0.0, window=None)
+    q, k, v = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    DecodeLayout(cache, [StepRow(2, 0, 5)], CPU).attend(call, q, k, v)
+    cache.copy(2, [0, 3], 5)
+    q, k, v = (torch.randn(1, 2, 1, 4).expand(1, 2, 3, 4) for _ in range(3))
+    out = DecodeLayout(cache, [StepRow(slot, 5, 1) for slot in (0, 2, 3)], CPU).attend(call, q, k, v)
+    assert torch.equal(out[0, 0], out[0, 1]) and torch.equal(out[0, 0], out[0, 2])
+
+
+def test_memory_is_counted_freed_and_reused() -> None:
+    cache = KVCache()
+    cache.resize(2, 8)
+    call = AttentionCall(layer=0, scaling=None, dropout=0.0, window=None)
+    one = torch.ones(1, 2, 3, 4)
+    DecodeLayout(cache, [StepRow(0, 0, 3)], CPU).attend(call, one, one, one)
+    assert cache.num_bytes == 2 * (2 * 2 * 8 * 4) * 4
+    cache.drop()
+    assert (cache.num_bytes, cache.slots, cache.length) == (0, 0, 0)
+    for slots, length in ((1, 4), (3, 16)):
+        cache.resize(slots, length)
+        out = DecodeLayout(cache, [StepRow(0, 0, 3)], CPU).attend(call, one, one, 2 * one)
+        assert torch.equal(out, torch.full((1, 3, 2, 4), 2.0))
+        cache.drop()

@@ -1,8 +1,8 @@
 """One attention function, registered with transformers, that reads its layout from the call.
 
-``model(input_ids, position_ids=..., attention_mask=NO_MASK, attention_layout=layout)`` hands ``layout`` through to every
-layer, which then attends as the layout says: packed training rows (``packing.PackedLayout``) or ragged decoding rows over
-kept keys and values (``sampling.kv_cache.DecodeLayout``). Without a layout, transformers' own SDPA runs, so a model that
+``model(input_ids, position_ids=..., attention_mask=no_mask(), attention_layout=layout)`` hands ``layout`` through to
+every layer, which then attends as the layout says: packed training rows (``layout.PackedLayout``) or ragged decoding
+rows over kept keys and values (``sampling.kv_cache``). Without a layout, transformers' own SDPA runs, so a model that
 carries this implementation behaves as any other.
 """
 

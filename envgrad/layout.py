@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from envgrad.attention import AttentionCall
 
 BLOCK_COST = 2**14
-"""cost of one more attention call, in (query, key) pairs: what gave the quickest forward and backward on one CPU core, for
-4 heads of width 32, of 2^10, 2^12, 2^14, 2^16"""
+"""cost of one more attention call, in (query, key) pairs: what gave the quickest forward and backward on one CPU core,
+for 4 heads of width 32, of 2^10, 2^12, 2^14, 2^16"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-"""A chat message: ``{"role": ..., "content": ...}``, and ``tool_calls``, ``tool_call_id``, ``name`` where they apply."""
+"""A chat message: ``{"role": ..., "content": ...}``, with ``tool_calls``, ``tool_call_id``, ``name`` where they apply."""
 
 Prompt: TypeAlias = str | list[Message] | None
 
@@ -206,8 +206,8 @@ class TrainingSample:
     ``advantages`` is per token (a per-turn credit gives turns different values); it is 0 where ``mask`` is 0.
 
     Example:
-        >>> sample = TrainingSample(token_ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.1, -0.2), versions=(-1, 0, 0),
-        ...     advantages=(0.0, 0.5, 0.5), prompt_length=1, group="train/0")
+        >>> sample = TrainingSample(token_ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.1, -0.2),
+        ...     versions=(-1, 0, 0), advantages=(0.0, 0.5, 0.5), prompt_length=1, group="train/0")
         >>> sample.num_trained_tokens
         2
     """

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class SamplingParams:
     """How one answer is sampled.
 
-    ``seed`` makes the answer independent of what else is in the batch: the same prompt, params and weights give the same
-    tokens alone or among others (up to float rounding).
+    ``seed`` makes the answer independent of what else is in the batch: the same prompt, params and weights give the
+    same tokens alone or among others (up to float rounding).
 
     Example:
         >>> SamplingParams(max_tokens=16, seed=7).greedy

@@ -108,7 +108,16 @@ def _load_model(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"model={source!r} cannot be loaded: {_first_line(error)}") from error
+    if "gguf_file" in options:
+        _forget_quantization(loaded)
     return loaded
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """transformers expands a GGUF file to plain weights and still calls the model quantized, which forbids training."""
+    for name in ("is_quantized", "quantization_method", "hf_quantizer"):
+        model.__dict__.pop(name, None)
+    model.config.__dict__.pop("quantization_config", None)  # a saved folder is a plain one
 
 
 def _load_tokenizer(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -> PreTrainedTokenizerBase:

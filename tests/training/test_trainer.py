@@ -42,7 +42,7 @@ def test_training_moves_the_weights_and_logs_what_happened(tmp_path):
     assert logged(trainer, "epoch") == [0.5, 1.0, 1.0], "endless data: steps of max_steps"
     for name in ("reward", "reward_std", "completions/mean_length", "entropy", "clip_ratio/low_mean", "time/rollout"):
         assert len(logged(trainer, name)) == 2, name
-    assert logged(trainer, "reward")[0] == pytest.approx(logged(trainer, "rewards/turns/mean")[0])
+    assert 0 < logged(trainer, "reward")[0] <= logged(trainer, "rewards/turns/mean")[0]
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
@@ -141,7 +141,7 @@ def test_passes_over_a_round_and_a_reference_and_sequence_ratios_run(tmp_path):
     trainer.train()
     kl, ratio = logged(trainer, "kl"), logged(trainer, "ratio/max")
     assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-6
-    assert ratio[0] == pytest.approx(1.0, abs=1e-4) and ratio[-1] > 1.001
+    assert ratio[0] == pytest.approx(1.0, abs=1e-4) and abs(ratio[-1] - 1) > 1e-3
     assert len(logged(trainer, "reward")) == 1, "one round feeds all four steps"
 
 

@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-"""A chat message: ``{"role": ..., "content": ...}``, with ``tool_calls``, ``tool_call_id``, ``name`` where they apply."""
+"""A chat message: ``{"role": ..., "content": ...}``, with ``tool_calls``, ``tool_call_id``, ``name`` where needed."""
 
 Prompt: TypeAlias = str | list[Message] | None
 

@@ -41,7 +41,8 @@ class GRPOTrainer(RolloutTrainer):
         >>> config = GRPOConfig(output_dir=tempfile.mkdtemp(), max_steps=1, per_device_train_batch_size=4,
         ...     num_generations=2, max_completion_length=16, disable_tqdm=True, report_to="none", save_strategy="no")
         >>> trainer = GRPOTrainer("starter", args=config, environment_factory=Echo)
-        >>> trainer.train().global_step
+        >>> trainer.train().global_step  # doctest: +ELLIPSIS
+        {'train_runtime': ...}
         1
     """
 

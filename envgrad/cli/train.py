@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 import yaml
 from rich.console import Console
+from rich.text import Text
 
 from envgrad.cli.flags import convert, nearest, parse_flags, read_fields
 from envgrad.cli.locate import locate_environments
@@ -163,7 +164,7 @@ def _train(
     trainer.remove_callback(PrinterCallback)
     display.attach(trainer)
     folder = Path(config.output_dir or "")
-    console.print(f"training {title}: {trainer.args.max_steps} steps, into {folder}", markup=False, highlight=False)
+    console.print(Text(f"training {title}: {trainer.args.max_steps} steps, into {folder}"), soft_wrap=True)
     try:
         with display:
             trainer.train(resume_from_checkpoint=_resume(config.resume_from_checkpoint))
@@ -184,10 +185,16 @@ def _resume(value: str | None) -> str | bool | None:
 
 
 def _continue_words(request: TrainRequest, model: Path) -> list[str]:
+    """The same run, from the model that was just trained; settings without a short form in text are left out."""
     words = ["train", "--model", str(model)]
     for spec in request.environments:
         words += ["--environment", spec]
-    for name in ("max_steps", "per_device_train_batch_size", "num_generations", "learning_rate"):
-        if name in request.values:
-            words += ["--" + name.replace("_", "-"), str(request.values[name])]
+    for name, value in request.values.items():
+        flag = name.replace("_", "-")
+        if name in ("output_dir", "resume_from_checkpoint", "run_name"):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, (str, int, float)):
+            words += [f"--{flag}", str(value)]
     return words

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from helpers.chat_templates import CASES
-from helpers.tokenizers import CHATML, bpe_tokenizer
 
 from envgrad.chat.call_forms import CallForm, JsonForm, NamedForm
 from envgrad.chat.derive import derive_calls, derive_reasoning
 from envgrad.chat.reading import ReasoningMarks
 from envgrad.chat.template import ChatTemplate
 from envgrad.chat.text_forms import BareObjectForm, ChannelForm, PythonForm, TaggedForm
+from helpers.chat_templates import CASES
+from helpers.tokenizers import CHATML, bpe_tokenizer
 
 HERMES = JsonForm(open="<tool_call>", close="</tool_call>")
 

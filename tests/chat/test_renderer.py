@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import transformers
-from helpers.chat_templates import CASES, TOOLS, Case
-from helpers.tokenizers import CHATML, bpe_tokenizer, chatml_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -16,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from envgrad.chat import ChatRenderer
 from envgrad.errors import ChatTemplateError, ConfigurationError
 from envgrad.types import Message
+from helpers.chat_templates import CASES, TOOLS, Case
+from helpers.tokenizers import CHATML, bpe_tokenizer, chatml_tokenizer
 
 RENDERERS = {name: case.renderer() for name, case in CASES.items()}
 OPENING: list[Message] = [{"role": "user", "content": "Count to 3."}]

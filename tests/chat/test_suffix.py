@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from helpers.chat_templates import CASES, TOOLS
-from helpers.tokenizers import CHATML, bpe_tokenizer
 
 from envgrad.chat.suffix import SuffixWriter, Terminators, TurnStyle
 from envgrad.chat.template import ChatTemplate
 from envgrad.types import Message
+from helpers.chat_templates import CASES, TOOLS
+from helpers.tokenizers import CHATML, bpe_tokenizer
 
 
 def writer(source: str, stops: tuple[str, ...] = ("<|im_end|>",), specials: tuple[str, ...] = ()) -> SuffixWriter:

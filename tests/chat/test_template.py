@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from helpers.chat_templates import CASES, TOOLS
-from helpers.tokenizers import bpe_tokenizer
 
 from envgrad.chat.template import ChatTemplate, content_text
 from envgrad.errors import ChatTemplateError, ConfigurationError
+from helpers.chat_templates import CASES, TOOLS
+from helpers.tokenizers import bpe_tokenizer
 
 
 def probe(name: str) -> ChatTemplate:

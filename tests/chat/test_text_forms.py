@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers.chat_templates import TOOLS
 
 from envgrad.chat.call_forms import CallForm, iter_found
 from envgrad.chat.text_forms import BareObjectForm, ChannelForm, PythonForm, TaggedForm
+from helpers.chat_templates import TOOLS
 
 TAGGED = TaggedForm(
     open="<tool_call>\n<function=",

@@ -4,14 +4,14 @@ from keyword import iskeyword
 from typing import Any
 
 import pytest
-from helpers.chat_templates import CASES, TOOLS
-from helpers.tokenizers import CHATML, bpe_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envgrad.chat import ChatRenderer, SampledTurn
 from envgrad.errors import ConfigurationError
 from envgrad.types import ToolCall
+from helpers.chat_templates import CASES, TOOLS
+from helpers.tokenizers import CHATML, bpe_tokenizer
 
 RENDERERS = {name: case.renderer() for name, case in CASES.items()}
 HERMES = RENDERERS["chatml"]

@@ -126,7 +126,9 @@ def test_a_run_from_the_command_line(
     state = json.loads((result / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     assert state["log_history"][0]["learning_rate"] == pytest.approx(1e-3)
-    assert "train --model runs/echo/model --environment echo_environment:Echo --max-steps 2" in out.out
+    again = "train --model runs/echo/model --environment echo_environment:Echo --max-steps 2 --learning-rate 0.001"
+    assert again in out.out
+    assert "--use-cpu" in out.out
     assert sys.modules["echo_environment"].Echo.closed > 0
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from helpers.tokenizers import CHATML, bpe_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from envgrad.chat import ChatRenderer
+from helpers.tokenizers import CHATML, bpe_tokenizer
 
 TOOLS: list[dict[str, Any]] = [
     {

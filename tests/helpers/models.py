@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 import torch
-from helpers.tokenizers import CHATML, bpe_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from envgrad.config import GRPOConfig
 from envgrad.environments.contract import StepResult
+from helpers.tokenizers import CHATML, bpe_tokenizer
 
 
 def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:

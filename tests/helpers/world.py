@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from helpers.tokenizers import CHATML, bpe_tokenizer
-
 from envgrad.chat.renderer import ChatRenderer
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import inspect_environment
@@ -21,6 +19,7 @@ from envgrad.rollout.runner import RolloutRunner, Round
 from envgrad.sampling.sampler import SamplingParams
 from envgrad.sampling.scripted import ScriptedSampler
 from envgrad.types import Episode
+from helpers.tokenizers import CHATML, bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer(CHATML)
 RENDERER = ChatRenderer(TOKENIZER)

@@ -4,11 +4,11 @@ import asyncio
 import time
 
 import pytest
-from helpers.world import RENDERER, TOKENIZER, Counter, call, ids, play, play_one, turn, world
 
 from envgrad.environments.contract import StepResult, ToolResult
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeDone, TooManyFailures
 from envgrad.types import StopReason
+from helpers.world import RENDERER, TOKENIZER, Counter, call, ids, play, play_one, turn, world
 
 
 def results(episode):

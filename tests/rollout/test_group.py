@@ -8,11 +8,11 @@ import threading
 import time
 
 import pytest
-from helpers.world import Counter, call, play, turn, world
 
 from envgrad.environments.tasks import hash63
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, TooManyFailures
 from envgrad.rollout.group import GroupPolicy
+from helpers.world import Counter, call, play, turn, world
 
 
 def fresh(base):

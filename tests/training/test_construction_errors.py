@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers.models import Letters, config, tiny_llama, tokenizer_of
 
 from envgrad import ConfigurationError, EnvironmentContractError, GRPOConfig, GRPOTrainer
+from helpers.models import Letters, config, tiny_llama, tokenizer_of
 
 
 def build(tmp_path, environment=Letters, model=None, **changes):

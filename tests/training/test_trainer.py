@@ -8,12 +8,12 @@ import threading
 
 import pytest
 import torch
-from helpers.models import Constant, Letters, config, flat, tiny_llama, tokenizer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from envgrad import ConfigurationError, GRPOTrainer, TooManyFailures
 from envgrad.environments.contract import StepResult
 from envgrad.logprobs import policy_logprobs
+from helpers.models import Constant, Letters, config, flat, tiny_llama, tokenizer_of
 
 
 def make(

@@ -152,8 +152,6 @@ class RolloutConfig(TrainingArguments):
     deterministic: bool = field(
         default=False, metadata={"help": "Bit-equal runs: one process, local sampler, no clock in the schedule."}
     )
-    log_completions: bool = field(default=False, metadata={"help": "Print a sample of episodes at every log."})
-    num_completions_to_print: int | None = field(default=None, metadata={"help": "How many; all by default."})
     log_episodes: bool = field(default=True, metadata={"help": "Write every episode under output_dir/episodes."})
 
     def __post_init__(self) -> None:

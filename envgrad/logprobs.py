@@ -196,7 +196,7 @@ class PolicyForward:
         return logprobs_from_logits(logits, policy.target_ids, temperature=policy.temperature, entropy=policy.entropy)
 
     def uninstall(self) -> None:
-        """Give the model its former ``forward`` back."""
+        """Give the model its former ``forward`` back, unless someone (accelerate) has wrapped this one since."""
         if vars(self.model).get("forward") is self:
             if self.previous is None:
                 del self.model.forward

@@ -199,7 +199,7 @@ def pack(
         samples: The step's samples on this process.
         weights: One loss weight per sample, put on each of its trained tokens (``losses.sample_weights``). A sample of
             weight 0, or without trained tokens, is not forwarded.
-        max_tokens: Tokens per forward; None for one micro-batch.
+        max_tokens: Tokens per forward; None for one micro-batch. Not read in mode ``single``.
         mode: ``PackMode``.
         totals: Counts over the whole step and all processes; these samples' own if None.
         skip_zero_advantages: Also leave out samples whose advantages are all 0: exact if the loss has no KL and no

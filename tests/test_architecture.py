@@ -81,7 +81,7 @@ def test_imports_point_from_right_to_left_only():
             if target == "envgrad":
                 continue
             to_level, to_room = room_of(target.removeprefix("envgrad."))
-            if to_level > level or (to_level == level and to_room != room and level in (1, 2)):
+            if to_level > level or (to_level == level and to_room != room and level == 1):
                 wrong.append(f"{name} -> {target}")
     assert not wrong, wrong
 

@@ -19,7 +19,6 @@ from transformers import (
 
 from envgrad.attention import use_envgrad_attention
 from envgrad.errors import ConfigurationError
-from envgrad.layout import BLOCK_COST, PackedLayout, length_buckets
 from envgrad.logprobs import install_policy_forward, policy_logprobs
 from envgrad.packing import Batch, PackMode, StepTotals, pack, padding_micro_batch
 from envgrad.types import TrainingSample
@@ -302,33 +301,6 @@ def test_moving_keeps_everything() -> None:
     assert len(tensors) == 9
     assert all(getattr(moved, name).device.type == "meta" for name in tensors)
     assert moved.layout is not None and moved.layout.num_tokens == micro_batch.num_forwarded_tokens
-
-
-def test_length_buckets_cut_where_padding_costs_more_than_a_call() -> None:
-    assert length_buckets(0, []) == []
-    assert length_buckets(400, [40, 40, 39, 38]) == [[40, 40, 39, 38]]
-    assert length_buckets(400, [300, 10, 10]) == [[300], [10, 10]]
-    assert length_buckets(30, [20, 10, 4]) == [[20, 10, 4]]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 200), st.lists(st.integers(1, 300), max_size=7))
-def test_length_buckets_are_the_cheapest_cut(prefix: int, lengths: list[int]) -> None:
-    def cost(cut: list[list[int]]) -> int:
-        return sum(len(run) * max(run) * (prefix + max(run)) + BLOCK_COST for run in cut)
-
-    def cuts(rest: list[int]) -> list[list[list[int]]]:
-        if not rest:
-            return [[]]
-        return [[rest[:n], *more] for n in range(1, len(rest) + 1) for more in cuts(rest[n:])]
-
-    found = length_buckets(prefix, lengths)
-    assert [length for run in found for length in run] == lengths
-    assert cost(found) == min(cost(cut) for cut in cuts(lengths))
-
-
-def test_build_counts_tokens() -> None:
-    assert PackedLayout.build([(4, (3, 0, 2)), (0, (5, 1))]).num_tokens == 15
 
 
 @pytest.mark.parametrize(

@@ -81,28 +81,20 @@ def _plain(model: PreTrainedModel, row: Tensor) -> Tensor:
 
 
 def _compare(model: PreTrainedModel, rows: list[Tensor], plain: list[Tensor]) -> str | None:
-    """Prefill all but the last row's copy in one step, then a suffix, then token by token."""
+    """Prefill three rows in one step and copy the first; then suffixes beside a decoding row; then decode all."""
     cache = KVCache()
     cache.resize(len(rows) + 1, len(rows[0]))
-    every = [*rows, rows[0]]
-    expected = [*plain, plain[0]]
+    every, expected = [*rows, rows[0]], [*plain, plain[0]]
     third = max(1, len(rows[2]) // 3)
-    done = [third, third + 1, third, 0]
+    done = [len(rows[0]) - 2, third + 1, third, third]
     got = [[one] for one in _run(model, cache, every, [(0, 0, done[0]), (1, 0, done[1]), (2, 0, done[2])])]
     cache.copy(0, [3], third)
-    got.append([got[0][0]])
-    done[3] = third
-    step = [
-        (0, done[0], done[0] + 1),
-        (1, done[1], done[1] + 1),
-        (2, done[2], done[2] + 1),
-        (3, third, len(rows[0]) - 1),
-    ]
-    while step:
+    got.append([got[0][0][:third]])
+    for left in (1, 0):
+        step = [(slot, at, len(row) - left) for slot, (at, row) in enumerate(zip(done, every, strict=True))]
         for (slot, _, stop), logits in zip(step, _run(model, cache, every, step), strict=True):
             got[slot].append(logits)
             done[slot] = stop
-        step = [(slot, done[slot], done[slot] + 1) for slot in range(4) if done[slot] < len(every[slot])]
     difference = max(
         float((torch.cat(parts).float() - want).abs().max()) for parts, want in zip(got, expected, strict=True)
     )

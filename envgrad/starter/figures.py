@@ -42,6 +42,7 @@ def measure(model: Path, name: str, factory: Callable[[], object], *, tasks: int
             eval_tasks=tasks,
             max_completion_length=256,
             max_turns=8,
+            max_concurrent_episodes=128,
             seed=seed,
             log_episodes=False,
             report_to="none",

@@ -31,7 +31,7 @@ class Recipe:
     heads: int = 4
     hidden: int = 192
     """width of the feed-forward layers"""
-    steps: int = 400
+    steps: int = 600
     chats_per_step: int = 48
     learning_rate: float = 4e-3
     warmup_steps: int = 20

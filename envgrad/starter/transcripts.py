@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
-from transformers.utils import get_json_schema
-
-from envgrad.errors import ConfigurationError
+from envgrad.environments.tools import ToolSpec, build_tool, check_arguments, unknown_tool
+from envgrad.errors import ConfigurationError, ToolCallError
 from envgrad.starter.compass import STEPS, Compass
 from envgrad.types import Message
 
@@ -50,6 +49,8 @@ PROSE = _words(
     "please the a you can now with for then this task goal room find use tool your next step at is in to of it "
     "error done nothing happened ok what not reach answer result question"
 )
+REFUSED = 0.06
+"""share of replies that are errors"""
 SQUARES = [file + rank for file in "abcdefgh" for rank in "12345678"]
 
 
@@ -142,12 +143,32 @@ def play_blindly(rng: random.Random, game: Game) -> Chat:
     """Play ``game`` to its end with random actions."""
     env, opening = game.make(rng)
     tool = cast("Callable[..., str]", getattr(env, game.tool))
+    spec = build_tool(game.tool, tool)
     messages: list[Message] = [{"role": "user", "content": opening}]
     while not env.done:
         arguments = game.draw(rng)
         messages.append(_call(game.tool, arguments))
-        messages.append({"role": "tool", "content": tool(**arguments)})
-    return Chat(messages=messages, tools=[get_json_schema(tool)])
+        # Now and then an error, so that one malformed call of the sampled model does not lead to the next.
+        refused = rng.random() < REFUSED
+        messages.append({"role": "tool", "content": _refusal(rng, spec) if refused else tool(**arguments)})
+    return Chat(messages=messages, tools=[spec.schema])
+
+
+def _refusal(rng: random.Random, spec: ToolSpec) -> str:
+    """What a model is told whose call cannot be read or does not fit its tool."""
+    name = rng.choice(NAMES)
+    parameter = rng.choice([parameter for parameter in PARAMETERS if parameter not in spec.parameters["properties"]])
+    kind = rng.randrange(3)
+    if kind == 0:
+        return unknown_tool(name, [spec])
+    if kind == 1:
+        text = f'{{"name": "{name}", "arguments": {{"{parameter}'
+        return f"malformed tool call: Unterminated string starting at character {len(text)}, in: {text}"
+    try:
+        check_arguments(spec, {parameter: rng.choice(VALUES)})
+    except ToolCallError as error:
+        return str(error)
+    raise AssertionError(f"{spec.name} must refuse the argument {parameter}, which it does not take")
 
 
 def _board_chat(rng: random.Random) -> Chat:

@@ -13,7 +13,7 @@ from envgrad.algorithms.base import Algorithm
 from envgrad.algorithms.grpo import GRPO
 from envgrad.attention import use_envgrad_attention
 from envgrad.errors import ConfigurationError
-from envgrad.logprobs import install_policy_forward, policy_logprobs
+from envgrad.logprobs import PolicyOutputs, install_policy_forward, policy_logprobs
 from envgrad.losses import LossInputs, merge_metrics
 from envgrad.packing import pack, padding_micro_batch
 from envgrad.types import Episode, Group, StopReason, Task, TrainingSample
@@ -275,8 +275,6 @@ def test_skipping_zero_advantages_changes_no_gradient(rewards: list[list[float |
         total = torch.zeros(())
         for micro_batch in pack(samples, algorithm.weights(samples), skip_zero_advantages=skip).micro_batches:
             logprobs = torch.sin(micro_batch.target_ids.float()) - 1.5
-            from envgrad.logprobs import PolicyOutputs
-
             total = total + algorithm.loss(LossInputs.of(micro_batch, PolicyOutputs(logprobs, None))).loss
         losses.append(total.item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -13,7 +13,7 @@ import pytest
 from envgrad.environments.contract import inspect_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PAGES = ("compass", "guess_number", "wordle", "chess_puzzles", "two_envs")
+PAGES = ("compass", "guess_number", "wordle", "chess_puzzles", "two_envs", "reasoning")
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from envgrad.sampling.local import LocalSampler
 from envgrad.sampling.sampler import Completion, Sampler, SamplingParams, Session
 
 VOCABULARY = 61
@@ -100,3 +101,11 @@ async def ask(sampler: Sampler, requests: Sequence[tuple[Session, Sequence[int],
     for one, _, _ in requests:
         sampler.begin(one)
     return list(await asyncio.gather(*(one_answer(*request) for request in requests)))
+
+
+def make_local(name: str = "llama", **options: Any) -> LocalSampler:
+    return LocalSampler(shared(name), **{"max_sessions": 8, "max_context": 128, **options})
+
+
+def seeded(max_tokens: int = 12, seed: int = 0, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **options)

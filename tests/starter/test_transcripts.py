@@ -85,6 +85,20 @@ def test_actions_do_not_depend_on_replies(games: dict[str, Game], name: str) -> 
     assert len(actions("north")) == 6
 
 
+def test_now_and_then_a_reply_is_an_error_and_costs_no_move(games: dict[str, Game]) -> None:
+    rng = random.Random(7)
+    replies: Counter[str] = Counter()
+    for _ in range(300):
+        messages = play_blindly(rng, games["compass"]).messages
+        found = [message["content"] for message in messages if message["role"] == "tool"]
+        errors = [reply for reply in found if reply.startswith(("malformed tool call", "Unknown tool", "move:"))]
+        played = len(found) - len(errors)
+        assert played <= 6
+        assert played == 6 or found[-1] == "goal"
+        replies.update(error=len(errors), move=played)
+    assert 0.02 < replies["error"] / replies.total() < 0.1
+
+
 @pytest.mark.parametrize(("name", "choices"), [("compass", 4), ("guess_number", 16), ("wordle", 40)])
 def test_actions_are_uniform(games: dict[str, Game], name: str, choices: int) -> None:
     rng = random.Random(4)

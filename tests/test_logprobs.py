@@ -29,7 +29,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from envgrad.attention import use_envgrad_attention
+from envgrad.attention import IMPLEMENTATION, use_envgrad_attention
 from envgrad.errors import ConfigurationError
 from envgrad.logprobs import (
     PolicyForward,
@@ -317,6 +317,19 @@ def test_models_that_attend_otherwise_are_found_and_still_train_one_row_at_a_tim
     parts = pack(SAMPLES, [1.0] * 3, mode="single").micro_batches
     logprobs = torch.cat([policy_logprobs(model, part).logprobs for part in parts])
     assert torch.allclose(logprobs, plain(model)[0], atol=1e-5)
+
+
+def test_dropout_does_not_disturb_the_probes() -> None:
+    model = tiny(GPT2, attention=False).train()
+    assert GPT2.attn_pdrop > 0 and check_packed_forward(model) is None
+    assert install_policy_forward(model).path == "head"
+
+
+def test_the_reference_is_the_model_as_it_was_written_even_if_it_carries_our_attention() -> None:
+    model = tiny(OTHER["sinks"], attention=True)
+    reason = check_packed_forward(model)
+    assert reason is not None and "differs from its plain one" in reason
+    assert model.config._attn_implementation == IMPLEMENTATION
 
 
 def test_a_broken_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["ChatRenderer", "SampledTurn"]
 
 
+ENCODINGS_KEPT, LONGEST_KEPT = 4096, 2000
+"""texts whose encoding is remembered, and the characters of the longest of them"""
+
+
 class ChatRenderer:
     """Turns chats into token ids with any chat template, and sampled ids into messages and tool calls.
 
@@ -59,6 +63,7 @@ class ChatRenderer:
                 "so pass processor.tokenizer instead of a processor"
             )
         self.tokenizer = tokenizer
+        self._encoded: dict[str, tuple[int, ...]] = {}
         self._eos_ids = tuple(dict.fromkeys([*eos_token_ids, *_eos(tokenizer)]))
         self._template: ChatTemplate | None = None
         end_of_turn = ""
@@ -155,7 +160,15 @@ class ChatRenderer:
         return SampledTurn(message=message, calls=calls, text=text)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Tool results and openings repeat, and encoding is the dearest part of a turn: the last ones are kept."""
+        if len(text) > LONGEST_KEPT:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        known = self._encoded.pop(text, None)
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False)) if known is None else known
+        self._encoded[text] = ids
+        if len(self._encoded) > ENCODINGS_KEPT:
+            del self._encoded[next(iter(self._encoded))]
+        return list(ids)
 
     def _end_of_turn_ids(self, end: str) -> tuple[int, ...]:
         if end not in self._end_ids:

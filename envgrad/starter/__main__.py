@@ -16,8 +16,12 @@ def main(
     seed: Annotated[int, typer.Option(help="decides every draw")] = 0,
 ) -> None:
     """Make the starter model: tokenizer, random transcripts, supervised training, figures."""
+    import torch
+
     from envgrad.starter.recipe import Recipe, make_starter
 
+    # Another count would round differently and so make other weights; so narrow a model gains little from more.
+    torch.set_num_threads(1)
     make_starter(folder, examples=examples, recipe=Recipe(seed=seed))
 
 

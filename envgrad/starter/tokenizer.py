@@ -88,8 +88,8 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
     Example:
         >>> tokenizer = build_tokenizer(["<|user|>north<|assistant|>east<|end|>"] * 9)
-        >>> tokenizer.decode(tokenizer.encode("north \\u00fc {"))
-        'north \\u00fc {'
+        >>> tokenizer.decode(tokenizer.encode("north \\u00fc {")) == "north \\u00fc {"
+        True
     """
     tokenizer = Tokenizer(models.BPE())
     # Words keep no leading space, so that a word is one token wherever it stands: in a reply, a schema or an argument.

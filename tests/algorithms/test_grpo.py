@@ -165,6 +165,16 @@ def test_kl_and_importance_and_entropy_by_hand() -> None:
         computed(plain)
 
 
+@pytest.mark.parametrize(("corrected", "slope"), [(True, -math.log(2.0)), (False, -1.0)])
+def test_kl_gradient_by_hand(corrected: bool, slope: float) -> None:
+    """With d = ref - logp: the ratio's own gradient turns 1 - exp(d) into -d, the reverse KL's."""
+    old = torch.tensor([-1.0, -2.0, -3.0, -1.0])
+    logprobs = old.clone().requires_grad_()
+    given_inputs = inputs([0.25] * 4, logprobs=logprobs, advantages=torch.zeros(4), ref_logprobs=old + math.log(2.0))
+    GRPO(beta=0.1, use_bias_correction_kl=corrected).loss(given_inputs).loss.backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([0.25 * 0.1 * slope] * 4, rel=1e-5)
+
+
 def test_metrics_by_hand() -> None:
     metrics = merge_metrics([GRPO().loss(inputs([0.25] * 4)).metrics])
     assert metrics["clip_ratio/high_mean"] == 0.25 and metrics["clip_ratio/low_mean"] == 0

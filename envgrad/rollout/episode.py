@@ -7,13 +7,14 @@ failed.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from envgrad.chat.renderer import SampledTurn
 from envgrad.environments.arguments import clean_text
-from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, call_user, guard
+from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, call_user, guard, is_async
 from envgrad.environments.contract import ToolResult, read_reward, read_step
 from envgrad.environments.tasks import hash63
 from envgrad.environments.tools import check_arguments, find_tool, result_text
@@ -193,17 +194,31 @@ class _Player:
         except ToolCallError as error:
             return ToolOutcome(call=call, content=str(error), ok=False), None
         timeout, limit = self._user_timeout()
+        function = self._and_done(tool.bind(self.begin.instance))
         outcome = await call_user(
-            self._where(tool.name),
-            tool.bind(self.begin.instance),
-            workers=self.context.workers,
-            timeout=timeout,
-            arguments=arguments,
+            self._where(tool.name), function, workers=self.context.workers, timeout=timeout, arguments=arguments
         )
+        done: Ok | Raised | None = None
+        match outcome:
+            case Ok(value=_Ended(value=value, done=done)):
+                outcome = replace(outcome, value=value)
         result, stop = self._tool_outcome(call, outcome, limit)
-        if stop is None and await self._read_done():
-            stop = StopReason.DONE
-        return result, stop
+        if stop is not None:
+            return result, stop
+        ended = await self._read_done() if done is None else value_or_failure(done, self._where("done"), *_NO_LIMIT)
+        return result, StopReason.DONE if ended else None
+
+    def _and_done(self, function: Callable[..., object]) -> Callable[..., object]:
+        """``function``, which also reads ``done`` behind it: one way to a thread and back instead of two."""
+        read_done, instance = self.context.spec.read_done, self.begin.instance
+        if is_async(function):
+            return function
+
+        def call(**arguments: object) -> object:
+            value = function(**arguments)
+            return value if inspect.isawaitable(value) else _Ended(value, guard(read_done, instance))
+
+        return call
 
     def _tool_outcome(
         self, call: ToolCall, outcome: Outcome, limit: StopReason
@@ -320,6 +335,17 @@ class _Player:
                 "tools": sum(turn.tool_seconds for turn in self.turns),
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What a tool returned, and what ``done`` said behind it."""
+
+    value: object
+    done: Ok | Raised
+
+
+_NO_LIMIT = (EnvironmentFailure, None)
 
 
 def _turn_reward(value: object, where: str) -> float | None:

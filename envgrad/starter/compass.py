@@ -49,12 +49,16 @@ def _all_tasks() -> tuple[tuple[Cell, Cell], ...]:
 
 
 TASKS = _all_tasks()
-"""every (start, goal) that a seed can draw: 2 or 3 steps apart"""
+"""every (start, goal): 2 or 3 steps apart"""
+
+HELD_OUT = tuple(random.Random("held out").sample(TASKS, len(TASKS) // 4))
+"""those that only ``split="eval"`` draws"""
+_TRAINED = tuple(task for task in TASKS if task not in set(HELD_OUT))
 
 
-def draw_task(seed: int) -> tuple[Cell, Cell]:
-    """The start and the goal that ``seed`` stands for, uniform over :data:`TASKS`."""
-    return random.Random(seed).choice(TASKS)
+def draw_task(seed: int, split: str = "train") -> tuple[Cell, Cell]:
+    """The start and the goal that ``seed`` stands for, uniform over the split's tasks; no task is in both splits."""
+    return random.Random(seed).choice(HELD_OUT if split == "eval" else _TRAINED)
 
 
 class Compass:
@@ -66,15 +70,15 @@ class Compass:
     Example:
         >>> env = Compass()
         >>> env.reset(seed=5), env.cell, env.goal
-        ('Reach the goal in six moves.', (1, 3), (3, 3))
-        >>> env.move("south"), env.move("east"), env.move("north"), env.move("east")
-        ('east north', 'east north', 'east', 'goal')
+        ('Reach the goal in six moves.', (3, 0), (3, 2))
+        >>> env.move("west"), env.move("east"), env.move("north"), env.move("north")
+        ('east north', 'north', 'north', 'goal')
         >>> env.done, env.get_reward()
         (True, 1.0)
     """
 
-    def reset(self, seed: int) -> str:
-        self.cell, self.goal = draw_task(seed)
+    def reset(self, seed: int, split: str = "train") -> str:
+        self.cell, self.goal = draw_task(seed, split)
         self.moves = 0
         return "Reach the goal in six moves."
 
@@ -113,18 +117,18 @@ class Baselines:
     the replies does better on them"""
 
 
-def baselines(seeds: Iterable[int]) -> Baselines:
-    """The baselines on the tasks of ``seeds``.
+def baselines(seeds: Iterable[int], split: str = "train") -> Baselines:
+    """The baselines on the tasks that ``seeds`` draw from ``split``.
 
     Example:
         >>> found = baselines([5])
         >>> found.constant, round(found.random, 4), found.reply_blind
-        (1.0, 0.186, 1.0)
+        (1.0, 0.239, 1.0)
 
     Raises:
         ValueError: ``seeds`` is empty.
     """
-    tasks = Counter(draw_task(seed) for seed in seeds)
+    tasks = Counter(draw_task(seed, split) for seed in seeds)
     total = tasks.total()
     if not total:
         raise ValueError("baselines need at least one seed: success over no task has no value")

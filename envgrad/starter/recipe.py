@@ -29,6 +29,8 @@ class Recipe:
     width: int = 64
     layers: int = 2
     heads: int = 4
+    key_value_heads: int = 1
+    """one for all query heads: decoding many short rows is mostly attention over small matrices"""
     hidden: int = 192
     """width of the feed-forward layers"""
     steps: int = 600
@@ -92,6 +94,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCau
         intermediate_size=recipe.hidden,
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.key_value_heads,
         max_position_embeddings=tokenizer.model_max_length,
         initializer_range=recipe.width**-0.5,
         tie_word_embeddings=True,

@@ -19,6 +19,9 @@ from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "envgrad"
 
+NOT_EXPRESSED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""arguments that change what attention computes; small random activations may not show it"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
@@ -64,6 +67,9 @@ def envgrad_attention(
             sliding_window=sliding_window, **kwargs,
         )  # fmt: skip
         return output, None
+    changed = [name for name in NOT_EXPRESSED if kwargs.get(name) is not None]
+    if changed:
+        raise NotImplementedError(f"attention with {', '.join(changed)} is not a plain softmax over keys")
     layer: Any = module.layer_idx
     call = AttentionCall(layer=int(layer), scaling=scaling, dropout=dropout, window=sliding_window)
     return attention_layout.attend(call, query, key, value), None
@@ -72,8 +78,9 @@ def envgrad_attention(
 def use_envgrad_attention(model: PreTrainedModel) -> str:
     """Switch ``model`` to our attention function and return the implementation it had.
 
-    Models whose attention cannot be expressed here (softcapping, sinks, ALiBi, linear attention) are found by comparing
-    a packed and a cached forward with the plain one (``sampling.local``, ``logprobs``), not by their names.
+    Models whose attention cannot be expressed here (softcapping, sinks, ALiBi, linear attention) are found by what they
+    pass to it and by comparing a packed and a cached forward with the plain one (``sampling.compatibility``,
+    ``logprobs``), not by their names.
     """
     AttentionInterface.register(IMPLEMENTATION, envgrad_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

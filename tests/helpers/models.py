@@ -6,7 +6,24 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from envgrad.config import GRPOConfig
 from envgrad.environments.contract import StepResult
@@ -79,3 +96,30 @@ def config(tmp_path: Path, **changes: object) -> GRPOConfig:
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+
+def zoo(name: str, vocabulary: int) -> PreTrainedModel:
+    """A tiny random model of a family, on a vocabulary of this size."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.3,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if name == "gpt2":
+        shape = {"vocab_size": vocabulary, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 2048}
+        quiet = {"bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(**shape, **quiet, initializer_range=0.3))
+    if name == "bloom":
+        shape = {"vocab_size": vocabulary, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+        return BloomForCausalLM(BloomConfig(**shape, bos_token_id=None, eos_token_id=None))
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 8}
+    families: dict[str, tuple[type, type, dict[str, object]]] = {
+        "llama": (LlamaConfig, LlamaForCausalLM, {}),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+        "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, layers),
+        "gemma2": (Gemma2Config, Gemma2ForCausalLM, layers),
+    }
+    config, model, extra = families[name]
+    return model(config(**shape, **extra))

@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from envgrad.rollout.runner import Round
     from envgrad.training.trainers import GRPOTrainer
 
-DEFAULT_STEPS = 60
+DEFAULT_STEPS = 64
 EVAL_TASKS = 200
 LAST_STEPS = 5
 ENVIRONMENT = "envgrad.starter.compass:Compass"
 
 
 def demo_config(output_dir: Path, *, seed: int, steps: int) -> GRPOConfig:
-    """The demo's settings: plain GRPO, 16 groups of 16 siblings, no KL; on the CPU, to be the same everywhere."""
+    """The demo's settings: plain GRPO, 16 groups of 16 siblings, two passes over each round of episodes, no KL.
+
+    On the CPU, to be the same everywhere.
+    """
     from envgrad.config import GRPOConfig
 
     return GRPOConfig(
@@ -50,7 +53,7 @@ def demo_config(output_dir: Path, *, seed: int, steps: int) -> GRPOConfig:
         max_grad_norm=1.0,
         beta=0.0,
         loss_type="dapo",
-        num_iterations=1,
+        num_iterations=2,
         eval_tasks=EVAL_TASKS,
         logging_steps=1,
         save_strategy="no",
@@ -96,6 +99,7 @@ def run_demo(*, seed: int, steps: int | None, output_dir: Path, plain: bool) -> 
 
 def _demo(console: Console, folder: Path, *, seed: int, steps: int, live: bool) -> None:
     _introduce(console)
+    import torch
     from transformers import PrinterCallback
     from transformers.utils import logging as transformers_logging
 
@@ -103,6 +107,7 @@ def _demo(console: Console, folder: Path, *, seed: int, steps: int, live: bool) 
     from envgrad.training.trainers import GRPOTrainer
 
     transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)  # its matrices are too small to share: a second thread costs more than it brings
     display = RunDisplay("GRPO: starter on Compass", console=console, live=live)
     config = demo_config(folder, seed=seed, steps=steps)
     trainer = GRPOTrainer("starter", args=config, environment_factory=Compass, callbacks=[display])

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 EnvironmentFactory: TypeAlias = Callable[[], object]
 
+LEAST_CONCURRENCY = 64
+"""episodes in flight where the user sets no bound: a small training batch must not make evaluation crawl"""
+
 
 @dataclass(slots=True)
 class _Open:
@@ -151,7 +154,7 @@ class Rollouts:
 
     def _start(self) -> _Open:
         config = self.config
-        concurrency = config.max_concurrent_episodes or round_size(config)
+        concurrency = config.max_concurrent_episodes or max(round_size(config), LEAST_CONCURRENCY)
         sampler = make_local_sampler(
             self.policy.base,
             max_sessions=concurrency,

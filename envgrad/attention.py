@@ -70,6 +70,8 @@ def envgrad_attention(
     changed = [name for name in NOT_EXPRESSED if kwargs.get(name) is not None]
     if changed:
         raise NotImplementedError(f"attention with {', '.join(changed)} is not a plain softmax over keys")
+    if query.dtype != value.dtype:  # autocast: projections in half precision, rotary embeddings in float32
+        query, key = query.to(value.dtype), key.to(value.dtype)
     layer: Any = module.layer_idx
     call = AttentionCall(layer=int(layer), scaling=scaling, dropout=dropout, window=sliding_window)
     return attention_layout.attend(call, query, key, value), None

@@ -19,6 +19,7 @@ from envgrad.errors import ConfigurationError
 REFUSED: dict[str, str] = {
     "auto_find_batch_size": "a smaller batch would break groups apart; lower max_tokens_per_microbatch instead",
     "average_tokens_across_devices": "loss denominators are always global here; leave it at True",
+    "bf16_full_eval": "evaluation samples as training does, in the precision of bf16; set that",
     "batch_eval_metrics": "evaluation plays episodes and has no prediction batches; remove it",
     "data_seed": "tasks are drawn by `seed`; set that",
     "dataloader_drop_last": "there is no dataloader of rows; remove it",
@@ -31,17 +32,25 @@ REFUSED: dict[str, str] = {
     "eval_accumulation_steps": "evaluation plays episodes and keeps no predictions; remove it",
     "eval_do_concat_batches": "evaluation plays episodes and keeps no predictions; remove it",
     "eval_use_gather_object": "evaluation plays episodes and keeps no predictions; remove it",
+    "deepspeed": "this version trains in one process, without it; remove it",
+    "fp16_full_eval": "evaluation samples as training does, in the precision of fp16; set that",
+    "fsdp": "this version trains in one process, without it; remove it",
     "include_for_metrics": "evaluation plays episodes and has no compute_metrics; remove it",
     "include_num_input_tokens_seen": "token counts are logged every step as tokens/*; remove it",
     "label_names": "there are no labels in policy gradients; remove it",
     "label_smoothing_factor": "there are no labels in policy gradients; leave it at 0",
     "length_column_name": "rows are packed by their token counts; remove it",
+    "liger_kernel_config": "it replaces the model's forward, which computes the log-probs here; remove it",
     "neftune_noise_alpha": "noise in the embeddings would change the log-probs that were sampled; leave it unset",
     "parallelism_config": "context and sequence parallelism are not supported; remove it",
+    "per_device_eval_batch_size": "evaluation plays eval_tasks tasks of num_generations_eval episodes at once, as many "
+    "as max_concurrent_episodes lets; set those",
     "prediction_loss_only": "evaluation plays episodes; remove it",
     "remove_unused_columns": "all columns go to reset and the reward functions; leave it at False",
+    "torch_empty_cache_steps": "rows are packed to a token budget; lower max_tokens_per_microbatch instead",
     "torch_compile": "packed rows change shape every step; leave it off",
     "train_sampling_strategy": "tasks come from the task stream, in its order; leave it unset",
+    "use_cache": "the sampler keeps keys and values by itself, and training needs none; remove it",
     "use_liger_kernel": "it replaces the model's forward, which computes the log-probs here; leave it off",
 }
 """Fields of ``TrainingArguments`` that cannot act here, with the reason and the fix."""
@@ -55,6 +64,13 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: float | None, least: float, *, why: str = "") -> None:
     if value is not None and value < least:
         raise ConfigurationError(f"{name}={value} must be at least {least}{'; ' + why if why else ''}")
+
+
+def _at_most_concurrent(name: str, siblings: int | None, limit: int | None) -> None:
+    if siblings is not None and limit is not None and siblings > limit:
+        raise ConfigurationError(
+            f"max_concurrent_episodes={limit} must be at least {name}={siblings}: groups are played whole; raise it"
+        )
 
 
 @dataclass
@@ -157,7 +173,8 @@ class RolloutConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._read_mappings()
         if self.bf16 is None:
-            self.bf16 = bool(torch.cuda.is_available() and torch.cuda.is_bf16_supported() and not self.fp16)
+            on_gpu = torch.cuda.is_available() and not self.use_cpu
+            self.bf16 = bool(on_gpu and torch.cuda.is_bf16_supported() and not self.fp16)
         super().__post_init__()
         self._refuse_fields()
         self._check_rollout()
@@ -187,6 +204,8 @@ class RolloutConfig(TrainingArguments):
         defaults: dict[str, object] = {f.name: f.default for f in fields(TrainingArguments)}
         # Some defaults are resolved to another spelling by TrainingArguments itself.
         unset: dict[str, tuple[object, ...]] = {
+            "deepspeed": (None, ""),
+            "fsdp": (None, False, "", []),
             "dataloader_pin_memory": (True, not self.use_cpu),
             "include_for_metrics": ([],),
             "include_num_input_tokens_seen": (False, "no"),
@@ -207,6 +226,8 @@ class RolloutConfig(TrainingArguments):
         _at_least("max_tool_calling_iterations", self.max_tool_calling_iterations, 0)
         _at_least("max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
         _at_least("max_concurrent_episodes", self.max_concurrent_episodes, 1)
+        for name in ("num_generations", "num_generations_eval"):
+            _at_most_concurrent(name, getattr(self, name), self.max_concurrent_episodes)
         _at_least("max_episode_retries", self.max_episode_retries, 0)
         _at_least("max_consecutive_failed_groups", self.max_consecutive_failed_groups, 1)
         _at_least("eval_tasks", self.eval_tasks, 1)
@@ -237,6 +258,10 @@ class RolloutConfig(TrainingArguments):
             raise ConfigurationError("deterministic=True is promised for one process only; start one, or turn it off")
 
     def _resolve_batches(self) -> None:
+        _at_least("per_device_train_batch_size", self.per_device_train_batch_size, 1)
+        _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        _at_least("generation_batch_size", self.generation_batch_size, 1)
+        _at_least("steps_per_generation", self.steps_per_generation, 1)
         per_micro_step = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise ConfigurationError("generation_batch_size and steps_per_generation say the same thing; set one")

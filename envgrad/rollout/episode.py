@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from envgrad.chat.renderer import SampledTurn
@@ -70,11 +70,24 @@ async def score(
         value = read_reward(value_or_failure(outcome, where, RewardTimeout, limits.reward_timeout), where)
         if value is None:
             return None, rewards | {spec.name: None}
-        rewards |= value if isinstance(value, dict) else {spec.name: value}
+        for name, component in (value if isinstance(value, dict) else {spec.name: value}).items():
+            rewards = add_component(rewards, name, component)
     elif spec.has_group_reward and not given:
         return None, rewards
     scored = [value for value in rewards.values() if value is not None]
     return (sum(scored) if scored or not rewards else None), rewards
+
+
+def add_component(rewards: Mapping[str, float | None], name: str, value: float | None) -> dict[str, float | None]:
+    """``rewards`` with one component more; one that has the name already is added to, never replaced.
+
+    Example:
+        >>> add_component({"turns": 1.0}, "turns", 0.5), add_component({"turns": 1.0}, "style", None)
+        ({'turns': 1.5}, {'turns': 1.0, 'style': None})
+    """
+    there = rewards.get(name)
+    both = there if value is None else value if there is None else there + value
+    return {**rewards, name: both}
 
 
 @dataclass(slots=True)
@@ -267,10 +280,11 @@ class _Player:
                 result = read_step((result_text(observation), True), where)
             case _:
                 result = read_step(value_or_failure(outcome, where, EnvironmentFailure, timeout), where)
-        self.messages.append({"role": "user", "content": result.observation})
+        observation = clean_text(result.observation)
+        self.messages.append({"role": "user", "content": observation})
         self.turns[-1] = replace(
             self.turns[-1],
-            observation=result.observation,
+            observation=observation,
             reward=_turn_reward(result.reward, where),
             tool_seconds=time.perf_counter() - began,
         )

@@ -23,7 +23,7 @@ from envgrad.environments.start import (
 )
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, ResetTimeout, RewardTimeout
 from envgrad.rollout.context import EpisodeContext, value_or_failure
-from envgrad.rollout.episode import play, session_of
+from envgrad.rollout.episode import add_component, play, session_of
 from envgrad.rollout.loop import gather_or_cancel
 from envgrad.rollout.opening import EpisodeStart, Opening, start
 from envgrad.sampling.sampler import Session
@@ -37,6 +37,8 @@ class GroupPolicy:
     num_generations: int
     max_episode_retries: int = 2
     group_consistency: str = "auto"
+    max_groups: int | None = None
+    """groups of this size in flight; the runner's bound if None"""
 
 
 @dataclass(slots=True)
@@ -73,11 +75,9 @@ class GroupRun:
         for sibling in self.siblings:
             self._begin_session(sibling)
         try:
-            await self._start_all()
-            if self.policy.group_consistency != "off":
-                await self._compare()
-            await gather_or_cancel([self._play(sibling) for sibling in self.siblings])
-            await self._group_reward()
+            if await self._prepare():
+                await gather_or_cancel([self._play(sibling) for sibling in self.siblings])
+                await self._group_reward()
         finally:
             for sibling in self.siblings:
                 self._end_session(sibling)
@@ -110,9 +110,30 @@ class GroupRun:
 
     # -- starting
 
+    async def _prepare(self) -> bool:
+        """Start all siblings and compare their starts; whether the group can be played."""
+        try:
+            await self._start_all()
+            if self.policy.group_consistency != "off":
+                await self._compare()
+        except EpisodeFailure as failure:  # of what they have in common: it is every sibling's
+            for sibling in self.siblings:
+                sibling.failure, sibling.attempts = failure, 1
+                if sibling.begin is not None:
+                    sibling.begin.usable = False
+            return False
+        return True
+
     async def _start_all(self) -> None:
         first = self.siblings[0]
         await self._start_fresh(first)
+        if decide_start(self.context.spec, self.task) in (StartMode.FORK, StartMode.COPY):
+            # The others are copies of it, so they cannot start without it.
+            for _ in range(self.policy.max_episode_retries):
+                if first.begin is None:
+                    await self._start_fresh(first)
+            if first.begin is None and first.failure is not None:
+                raise first.failure
         if first.begin is None:
             # Its retries are made when it is played; the others start for themselves.
             await gather_or_cancel([self._start_fresh(sibling) for sibling in self.siblings[1:]])
@@ -143,7 +164,13 @@ class GroupRun:
 
     async def _fork_all(self, begin: EpisodeStart) -> None:
         """Fork one reset instance for every other sibling, and one more that stays pristine for retries."""
-        self.pristine = await self._fork(begin.instance)
+        for left in reversed(range(self.policy.max_episode_retries + 1)):
+            try:
+                self.pristine = await self._fork(begin.instance)
+                break
+            except EpisodeFailure:
+                if not left:
+                    raise
         for sibling in self.siblings[1:]:
             await self._start_forked(sibling)
 
@@ -238,7 +265,7 @@ class GroupRun:
             return
         for sibling, reward in zip(scored, rewards, strict=True):
             if sibling.episode is not None:
-                sibling.episode = _with_group_reward(sibling.episode, reward)
+                sibling.episode = _with_group_reward(sibling.episode, reward, unscorable=spec.has_get_reward)
 
     # -- ending
 
@@ -260,6 +287,7 @@ class GroupRun:
             self.pristine = None
 
 
-def _with_group_reward(episode: Episode, reward: float | None) -> Episode:
-    total = None if reward is None else reward + (episode.reward or 0.0)
-    return replace(episode, reward=total, rewards=dict(episode.rewards) | {"group": reward})
+def _with_group_reward(episode: Episode, reward: float | None, *, unscorable: bool) -> Episode:
+    """``unscorable``: whether an episode without a reward of its own stays without one (``get_reward`` said None)."""
+    total = None if reward is None or (unscorable and episode.reward is None) else reward + (episode.reward or 0.0)
+    return replace(episode, reward=total, rewards=add_component(episode.rewards, "group", reward))

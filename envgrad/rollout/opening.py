@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from envgrad.environments.arguments import clean_text
 from envgrad.environments.boundary import Raised, call_user
 from envgrad.environments.contract import opening_messages
 from envgrad.environments.tools import ToolSpec
@@ -57,13 +58,18 @@ async def open_prompt(
 ) -> Opening:
     """The opening of an instance that was reset; ``known`` is taken if it says the same."""
     row_prompt: Prompt = task.row.get("prompt") if task.row else None
-    messages = tuple(opening_messages(reset_result, row_prompt, f"{context.spec.name}.reset"))
+    messages = tuple(_clean(m) for m in opening_messages(reset_result, row_prompt, f"{context.spec.name}.reset"))
     tools = context.spec.tools if not context.spec.dynamic_tools else await _read_tools(context, instance)
     if known is not None and known.messages == messages and known.tools == tools:
         return known
     schemas = [tool.schema for tool in tools] or None
     prompt_ids = context.renderer.open(messages, schemas)
     return Opening(messages=messages, tools=tools, schemas=schemas, prompt_ids=tuple(prompt_ids))
+
+
+def _clean(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": clean_text(content)} if isinstance(content, str) else message
 
 
 async def _read_tools(context: EpisodeContext, instance: object) -> tuple[ToolSpec, ...]:

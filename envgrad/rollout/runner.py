@@ -43,7 +43,8 @@ class Round:
 class RolloutRunner:
     """Owns the loop, the worker threads and the instance pools; plays rounds of groups.
 
-    ``max_groups`` bounds the groups in flight, so that a group never waits for instances that its own siblings hold.
+    ``max_groups`` bounds the groups in flight (a policy may say otherwise), so that a group never waits for instances
+    that its own siblings hold.
     """
 
     contexts: Mapping[str, EpisodeContext]
@@ -57,21 +58,26 @@ class RolloutRunner:
     _warned: set[str] = field(init=False, default_factory=set)
     _closed: bool = field(init=False, default=False)
 
-    def play(self, tasks: TaskStream, count: int, policy: GroupPolicy) -> Round:
-        """Play ``count`` groups of tasks drawn from ``tasks`` (fewer only where the stream ends).
+    def play(self, tasks: TaskStream, count: int, policy: GroupPolicy, max_draws: int | None = None) -> Round:
+        """Play ``count`` groups of tasks drawn from ``tasks`` (fewer only where the stream or ``max_draws`` ends).
+
+        ``max_draws`` bounds the tasks drawn, those that replace dropped ones included.
 
         Raises:
             TooManyFailures: ``max_consecutive_failed_groups`` groups in a row were dropped.
         """
-        return self.loop.run(self._play(tasks, count, policy))
+        return self.loop.run(self._play(tasks, count, policy, max_draws))
 
-    async def _play(self, tasks: TaskStream, count: int, policy: GroupPolicy) -> Round:
+    async def _play(self, tasks: TaskStream, count: int, policy: GroupPolicy, max_draws: int | None) -> Round:
         began = time.perf_counter()
-        gate = asyncio.Semaphore(self.max_groups)
+        gate = asyncio.Semaphore(policy.max_groups or self.max_groups)
         kept: list[Group] = []
         dropped: list[Group] = []
         while len(kept) < count:
-            drawn = tasks.take(count - len(kept))
+            wanted = count - len(kept)
+            if max_draws is not None:
+                wanted = min(wanted, max_draws - len(kept) - len(dropped))
+            drawn = tasks.take(wanted)
             if not drawn:
                 break
             for group in await gather_or_cancel([self._run_group(task, policy, gate) for task in drawn]):
@@ -95,21 +101,23 @@ class RolloutRunner:
             return True
         self.consecutive_failures += 1
         last = group.failures[-1].error if group.failures else None
+        why = f"the last failure was: {last}" if last else f"{name} scored none of them (get_reward returned None)"
         logger.warning(
-            "group %s of %s dropped: %d of %d siblings scored%s", group.task.key, name, scored,
-            policy.num_generations, f"; last failure: {last}" if last else "",
+            "group %s of %s dropped: %d of %d siblings scored; %s", group.task.key, name, scored,
+            policy.num_generations, why,
         )  # fmt: skip
         if self.consecutive_failures >= self.max_consecutive_failed_groups:
             raise TooManyFailures(
                 f"{self.consecutive_failures} groups in a row were dropped (max_consecutive_failed_groups="
-                f"{self.max_consecutive_failed_groups}); the last failure was: {last}"
+                f"{self.max_consecutive_failed_groups}); {why}"
             ) from last
         return False
 
     def _check_first_reward(self, group: Group) -> None:
         """A whole first group in which nothing was ever paid shows an environment that has no reward."""
         name = group.task.environment
-        if name in self._scored_once or group.failures:
+        # One episode alone (an evaluation's) may well have earned nothing.
+        if name in self._scored_once or group.failures or len(group.episodes) < 2:
             return
         ended = [episode for episode in group.episodes if not episode.truncated]
         if not any(value is not None for episode in group.episodes for value in episode.rewards.values()) and ended:

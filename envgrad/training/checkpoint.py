@@ -8,11 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from envgrad.training.stream import StepItem
+
 PROGRESS_NAME = "rollout_state.json"
+PENDING_NAME = "rollout_steps.pt"
 _SAVING = ".saving"
 
 
@@ -24,6 +29,10 @@ class AtomicCheckpoints(Trainer):
     def progress_state(self) -> dict[str, Any]:
         """What the rollouts need to go on: plain JSON data."""
         return {}
+
+    def pending_steps(self) -> list[StepItem]:
+        """Optimizer steps that were played for and not made yet."""
+        return []
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._saving_in is not None:
@@ -47,9 +56,14 @@ class AtomicCheckpoints(Trainer):
             self._saving_in = None
         if not self.args.should_save:
             return
-        (staging / name / PROGRESS_NAME).write_text(json.dumps(self.progress_state()), encoding="utf-8")
-        _sync_tree(staging / name)
         final = run_dir / name
+        if self.state.best_model_checkpoint == str(staging / name):  # it is found where it will lie
+            self.state.best_model_checkpoint = str(final)
+            self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
+        (staging / name / PROGRESS_NAME).write_text(json.dumps(self.progress_state()), encoding="utf-8")
+        if steps := self.pending_steps():
+            torch.save(steps, staging / name / PENDING_NAME)
+        _sync_tree(staging / name)
         if final.exists():
             shutil.rmtree(final)
         os.replace(staging / name, final)
@@ -74,6 +88,15 @@ def load_progress(checkpoint: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is missing: the tasks' position is not known, so this run cannot be resumed")
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return state
+
+
+def load_pending(checkpoint: str | Path) -> list[StepItem]:
+    """The steps left of the round that ``checkpoint`` was saved in. Unpickles: load only checkpoints that you trust."""
+    path = Path(checkpoint) / PENDING_NAME
+    if not path.exists():
+        return []
+    steps: list[StepItem] = torch.load(path, map_location="cpu", weights_only=False)
+    return steps
 
 
 def _sync_tree(folder: Path) -> None:

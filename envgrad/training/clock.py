@@ -59,7 +59,8 @@ class ClockCallback(TrainerCallback):
             state.epoch = state.global_step / state.max_steps
             return
         state.epoch = self._tasks.passes
-        if math.floor(state.epoch) > self._passes:
+        # At the run's end the loop's own epoch ends too, and acts by itself.
+        if math.floor(state.epoch) > self._passes and state.global_step < state.max_steps:
             self._passes = math.floor(state.epoch)
             control.should_log |= args.logging_strategy == IntervalStrategy.EPOCH
             control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH

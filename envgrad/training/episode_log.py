@@ -37,7 +37,8 @@ class EpisodeLog:
                 lines.setdefault(path, []).append(json.dumps(episode_record(episode, step), ensure_ascii=False))
         for path, rows in lines.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            # A lone surrogate, which utf-8 cannot hold, becomes the escape that JSON has for it.
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write("\n".join(rows) + "\n")
 
     def _path(self, split: str) -> Path:

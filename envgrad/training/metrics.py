@@ -93,8 +93,12 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(found) if found else 0.0
 
 
+OF_ALL_ROUNDS = ("stop/", "failures/")
+"""metrics that a round leaves out where they are 0"""
+
+
 class MetricAverages:
-    """Averages of what was recorded since the last log.
+    """Averages of what was recorded since the last log; what a round leaves out because it is 0 counts as 0.
 
     Example:
         >>> averages = MetricAverages()
@@ -115,6 +119,10 @@ class MetricAverages:
 
     def take(self) -> dict[str, float]:
         """The averages, and start anew."""
-        averages = {name: math.fsum(values) / len(values) for name, values in self._values.items()}
+        rounds = len(self._values.get("failures/total", ()))
+        averages = {
+            name: math.fsum(values) / (max(rounds, len(values)) if name.startswith(OF_ALL_ROUNDS) else len(values))
+            for name, values in self._values.items()
+        }
         self._values.clear()
         return averages

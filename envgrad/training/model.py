@@ -76,10 +76,10 @@ def load_policy(
             )
         loaded_model = model
         loaded_tokenizer = tokenizer or _load_tokenizer(base_model(model).config._name_or_path, {}, config)
-    if config.disable_dropout:
-        _disable_dropout(loaded_model)
     if peft_config is not None:
         loaded_model = _add_adapters(loaded_model, peft_config)
+    if config.disable_dropout:
+        _disable_dropout(loaded_model)
     _check_trainable(loaded_model)
     return Policy(model=loaded_model, tokenizer=loaded_tokenizer)
 
@@ -123,7 +123,8 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 def _load_tokenizer(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -> PreTrainedTokenizerBase:
     if not source:
         raise ConfigurationError("the model does not say where it came from; pass its tokenizer as processing_class")
-    shared = {key: kwargs[key] for key in ("gguf_file", "revision", "subfolder", "cache_dir") if key in kwargs}
+    names = ("gguf_file", "revision", "subfolder", "cache_dir", "token", "local_files_only")
+    shared = {key: kwargs[key] for key in names if key in kwargs}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=config.trust_remote_code, **shared
@@ -140,22 +141,30 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _dropout_rates(module: nn.Module) -> list[str]:
+    """Names of the attributes that hold a dropout rate above 0: of dropout modules, and plain floats in any other."""
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p"))
+    ]
+
+
 def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        for name in _dropout_rates(module):
+            setattr(module, name, 0.0)
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether a training forward of ``model`` is random."""
-    return any(
-        (isinstance(module, nn.Dropout) and module.p > 0)
-        or any(isinstance(p := getattr(module, name, None), float) and p > 0 for name in ("attention_dropout",))
-        for module in model.modules()
-    )
+    return any(_dropout_rates(module) for module in model.modules())
+
+
+def is_half_precision(model: nn.Module) -> bool:
+    """Whether any weight has so few bits that two ways to compute a log-prob differ visibly."""
+    return any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
 
 
 def _add_adapters(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:

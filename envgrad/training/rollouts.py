@@ -132,9 +132,16 @@ class Rollouts:
     def group_policy(self, num_generations: int) -> GroupPolicy:
         return GroupPolicy(
             num_generations=num_generations,
+            max_groups=self._max_groups(num_generations),
             max_episode_retries=self.config.max_episode_retries,
             group_consistency=self.config.group_consistency,
         )
+
+    def _concurrency(self) -> int:
+        return self.config.max_concurrent_episodes or max(round_size(self.config), LEAST_CONCURRENCY)
+
+    def _max_groups(self, num_generations: int) -> int:
+        return max(1, self._concurrency() // num_generations)
 
     # -- life
 
@@ -153,32 +160,41 @@ class Rollouts:
                 self.close()
 
     def _start(self) -> _Open:
+        with contextlib.ExitStack() as undo:  # what was started is closed if the rest cannot be
+            opened = self._start_all(undo)
+            undo.pop_all()
+        return opened
+
+    def _start_all(self, undo: contextlib.ExitStack) -> _Open:
         config = self.config
-        concurrency = config.max_concurrent_episodes or max(round_size(config), LEAST_CONCURRENCY)
+        sizes = (config.num_generations, config.num_generations_eval or 1)
         sampler = make_local_sampler(
             self.policy.base,
-            max_sessions=concurrency,
+            max_sessions=max(self._concurrency(), *sizes),
             max_context=config.max_context,
             max_kv_tokens=config.max_kv_tokens,
             deterministic=config.deterministic,
             tokenizer=self.policy.tokenizer,
             autocast=torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None,
         )
+        undo.callback(sampler.close)
         sampler.update_weights(self._version, None)
         workers = WorkerPool()
-        max_groups = max(1, concurrency // config.num_generations)
-        limit = (max_groups + 1) * (config.num_generations + 1)
+        undo.callback(workers.close)
+        # Each group has its siblings and a pristine copy; one group more, for instances that are being replaced.
+        limit = max((self._max_groups(size) + 1) * (size + 1) for size in sizes)
         contexts, pools = {}, {}
         for name, spec in self.specs.items():
             contexts[name] = self._context(spec, sampler, workers)
             probe = self._probes.pop(name) if name in self._probes else inspect_environment(name, spec.factory)[1]
             pools[name] = InstancePool(spec, probe, limit=limit, workers=workers, close_timeout=config.close_timeout)
+            undo.callback(pools[name].close_now)
         runner = RolloutRunner(
             contexts=contexts,
             pools=pools,
             workers=workers,
             loop=RolloutLoop(),
-            max_groups=max_groups,
+            max_groups=self._max_groups(config.num_generations),
             max_consecutive_failed_groups=config.max_consecutive_failed_groups,
         )
         return _Open(sampler=sampler, runner=runner)

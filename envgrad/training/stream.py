@@ -11,11 +11,13 @@ step; waits for the rollouts. ``num_iterations`` passes are made over each round
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from envgrad.algorithms.base import Algorithm
 from envgrad.environments.tasks import TaskStream
+from envgrad.errors import TooManyFailures
 from envgrad.packing import Batch, PackMode, pack
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.runner import RolloutRunner, Round
@@ -32,6 +34,11 @@ class StepItem:
     """0 on the first pass over the round's samples"""
     seconds: dict[str, float]
     """wall-clock seconds that the round took, on its first step: rollout, pack"""
+
+    def without_episodes(self) -> StepItem:
+        """The same step as tensors and numbers only."""
+        samples = tuple(replace(sample, episode=None) for sample in self.batch.samples)
+        return replace(self, batch=replace(self.batch, samples=samples), played=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,43 +59,60 @@ class StepStream:
     publish: Callable[[], None]
     """called before each round, so that the sampler serves the weights of now"""
     group_limit: int | None = None
-    """groups of the whole run, where epochs bound it"""
+    """tasks drawn in the whole run, where epochs bound it"""
+    pending: deque[StepItem] = field(default_factory=deque)
+    """what is left of the round that was played last; a checkpoint within a round carries it"""
 
     def __iter__(self) -> Iterator[StepItem]:
-        while True:
-            began = time.perf_counter()
-            self.publish()
+        while self.pending or self._play_round():
+            yield self.pending.popleft()
+
+    def _play_round(self) -> bool:
+        """Fill ``pending`` from a new round; whether there was one."""
+        began = time.perf_counter()
+        self.publish()
+        before = self.tasks.state_dict()
+        try:
             played = self._play()
-            if not played.groups:
-                return
-            seconds = {"rollout": time.perf_counter() - began}
-            began = time.perf_counter()
-            batches = [self.prepare(self._pack(samples)) for samples in self._steps(played)]
-            seconds["pack"] = time.perf_counter() - began
-            for iteration in range(self.num_iterations):
-                for index, batch in enumerate(batches):
-                    first = iteration == index == 0
-                    yield StepItem(
+        except TooManyFailures:
+            self.tasks.load_state_dict(before)  # a checkpoint saved now, and resumed, plays this round anew
+            raise
+        if not played.groups:
+            return False
+        seconds = {"rollout": time.perf_counter() - began}
+        began = time.perf_counter()
+        batches = [self.prepare(self._pack(samples)) for samples in self._steps(played)]
+        seconds["pack"] = time.perf_counter() - began
+        for iteration in range(self.num_iterations):
+            for index, batch in enumerate(batches):
+                first = iteration == index == 0
+                self.pending.append(
+                    StepItem(
                         batch=batch,
                         played=played if first else None,
                         iteration=iteration,
                         seconds=seconds if first else {},
                     )
+                )
+        return True
 
     def _play(self) -> Round:
         count = self.episodes_per_round // self.policy.num_generations
         if self.group_limit is not None:
-            count = min(count, self.group_limit - self.tasks.position)
-        return self.runner.play(self.tasks, count, self.policy) if count > 0 else Round(groups=())
+            left = self.group_limit - self.tasks.position
+            return self.runner.play(self.tasks, min(count, left), self.policy, left) if left > 0 else Round(groups=())
+        return self.runner.play(self.tasks, count, self.policy)
 
     def _steps(self, played: Round) -> list[list[TrainingSample]]:
         samples = self.algorithm.credit(played.groups)
         return split_round(played.groups, samples, self.episodes_per_step, self.policy.num_generations)
 
     def _pack(self, samples: Sequence[TrainingSample]) -> Batch:
+        totals = self.algorithm.totals(samples)
         return pack(
             samples,
-            self.algorithm.weights(samples),
+            self.algorithm.weights(samples, totals),
+            totals=totals,
             max_tokens=self.max_tokens,
             mode=self.pack_mode,
             skip_zero_advantages=self.algorithm.skips_zero_advantages,

@@ -24,21 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, set_seed
-from transformers.trainer_utils import IntervalStrategy, TrainOutput
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, TrainOutput
 
 from envgrad.algorithms.base import Algorithm
 from envgrad.attention import use_envgrad_attention
 from envgrad.config import RolloutConfig, round_size
-from envgrad.errors import ConfigurationError
+from envgrad.errors import ConfigurationError, TooManyFailures
 from envgrad.logprobs import check_packed_forward, install_policy_forward, policy_logprobs
 from envgrad.losses import LossInputs, LossOutputs, Metric, importance_correction, merge_metrics
 from envgrad.packing import Batch, MicroBatch, PackMode
 from envgrad.rollout.runner import Round
-from envgrad.training.checkpoint import AtomicCheckpoints, load_progress
+from envgrad.training.checkpoint import AtomicCheckpoints, load_pending, load_progress
 from envgrad.training.clock import ClockCallback, planned_groups, planned_steps
 from envgrad.training.episode_log import EpisodeLog
 from envgrad.training.metrics import MetricAverages, round_metrics
-from envgrad.training.model import Reference, has_dropout, load_policy
+from envgrad.training.model import Reference, has_dropout, is_half_precision, load_policy
 from envgrad.training.rollouts import EnvironmentFactory, Rollouts
 from envgrad.training.stream import StepItem, StepStream
 
@@ -86,9 +86,10 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         self.rollouts = Rollouts(policy, args, environment_factory)
         try:
             self._tasks = self.rollouts.train_tasks()
+            self._beginning = self._tasks.state_dict()
             install_policy_forward(policy.base)
             self._pack_mode = _pack_mode(policy.base)
-            self.reference = Reference(policy.model) if algorithm.needs_reference else None
+            _check_attention(args, self._pack_mode)
             use_cache = policy.base.config.use_cache
             super().__init__(
                 model=policy.model,
@@ -97,13 +98,16 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
                 callbacks=list(callbacks),
                 optimizers=optimizers,
             )
+            # Behind Trainer, which puts the model on its device.
+            self.reference = Reference(policy.model) if algorithm.needs_reference else None
             policy.base.config.use_cache = use_cache  # Trainer sets it for its own forwards; a saved model wants it on
         except BaseException:
             self.rollouts.close()
             raise
         self._averages = MetricAverages()
         self._stream: StepStream | None = None
-        self._recompute_old = has_dropout(policy.model) or self.args.bf16 or self.args.fp16
+        inexact = self.args.bf16 or self.args.fp16 or is_half_precision(policy.model)
+        self._recompute_old = has_dropout(policy.model) or inexact
         self.episode_log = EpisodeLog(Path(args.output_dir) / "episodes") if args.log_episodes else None
         self.last_round: Round | None = None
         self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks))
@@ -111,9 +115,19 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
     # -- the loop, as transformers.Trainer calls it
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """``Trainer.train``; environments and sampler are closed on every way out."""
+        """``Trainer.train``; environments and sampler are closed on every way out.
+
+        Raises:
+            TooManyFailures: too many groups in a row were dropped; a checkpoint is saved first, unless
+                ``save_strategy="no"`` or no step was made.
+        """
         with self.rollouts.open():
-            return super().train(*args, **kwargs)
+            try:
+                return super().train(*args, **kwargs)
+            except TooManyFailures:
+                if self.state.global_step and self.args.save_strategy != SaveStrategy.NO:
+                    self._save_checkpoint(self.model, trial=None)
+                raise
 
     def get_train_dataloader(self) -> StepStream:
         """The step stream, at the position of the checkpoint that is being resumed, or at the beginning."""
@@ -191,7 +205,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
     def _prepare_micro_batch(self, packed: MicroBatch) -> MicroBatch:
         temperature = self.user_args.temperature
         if self.reference is not None:
-            with self.reference.active() as reference, self.compute_loss_context_manager():
+            with self.reference.active() as reference, self.accelerator.autocast():
                 outputs = policy_logprobs(reference, packed, temperature=temperature, entropy="none")
             packed = replace(packed, ref_logprobs=outputs.logprobs)
         if self._recompute_old:
@@ -226,7 +240,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """``Trainer.log`` with the averages of what was recorded since the last one."""
-        if not any(name.startswith("eval_") for name in logs):
+        if "loss" in logs or "train_runtime" in logs:
             logs = logs | self._averages.take()
         super().log(logs, start_time)
 
@@ -277,11 +291,16 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         """The task stream's position, for a checkpoint."""
         return {"tasks": self._tasks.state_dict()}
 
+    def pending_steps(self) -> list[StepItem]:
+        """What is left of the round in hand, without its episodes, which are in the log."""
+        return [] if self._stream is None else [item.without_episodes() for item in self._stream.pending]
+
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Put the tasks where the checkpoint left them, before the first of them is drawn."""
+        """Put the tasks where the checkpoint left them, or at the beginning, before the first of them is drawn."""
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        if checkpoint is not None:
-            self._tasks.load_state_dict(load_progress(checkpoint)["tasks"])
+        self._tasks.load_state_dict(self._beginning if checkpoint is None else load_progress(checkpoint)["tasks"])
+        if checkpoint is not None and self._stream is not None:
+            self._stream.pending.extend(load_pending(checkpoint))
         epochs, steps = super()._init_training_state(max_steps, *args, **kwargs)
         return epochs, steps
 
@@ -308,6 +327,15 @@ def _pack_mode(model: PreTrainedModel) -> PackMode:
     return "single"
 
 
+def _check_attention(config: RolloutConfig, mode: PackMode) -> None:
+    wanted = (config.mapping("model_init_kwargs") or {}).get("attn_implementation")
+    if wanted is not None and mode == "shared":
+        raise ConfigurationError(
+            f"model_init_kwargs has attn_implementation={wanted!r}, which cannot act: packed rows and kept keys and "
+            "values need envgrad's own attention; remove it"
+        )
+
+
 def _loop_args(config: RolloutConfig, epoch_length: int | None) -> RolloutConfig:
     """The arguments as ``Trainer``'s loop must see them: one item a step, no data to skip, NaN shown."""
     args = copy.copy(config)
@@ -315,6 +343,11 @@ def _loop_args(config: RolloutConfig, epoch_length: int | None) -> RolloutConfig
     args.max_steps = planned_steps(config, epoch_length)
     args.ignore_data_skip = True
     args.logging_nan_inf_filter = False
-    if config.load_best_model_at_end and config.metric_for_best_model in (None, "loss"):
+    on_plateau = config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    has_best = config.load_best_model_at_end or config.save_strategy == SaveStrategy.BEST or on_plateau
+    if has_best and config.metric_for_best_model in (None, "loss"):
         args.metric_for_best_model, args.greater_is_better = "eval_reward", True
+    if on_plateau:
+        mode = {"mode": "max" if args.greater_is_better else "min"}
+        args.lr_scheduler_kwargs = mode | dict(config.lr_scheduler_kwargs or {})
     return args

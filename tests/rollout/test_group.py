@@ -9,10 +9,11 @@ import time
 
 import pytest
 
+from envgrad.environments.contract import StepResult
 from envgrad.environments.tasks import hash63
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, TooManyFailures
 from envgrad.rollout.group import GroupPolicy
-from helpers.world import Counter, call, play, turn, world
+from helpers.world import Counter, call, play, play_one, turn, world
 
 
 def fresh(base):
@@ -285,3 +286,94 @@ def test_group_ids_are_hashes_with_63_bits():
     for group in groups:
         assert 2 < group.task.group_id < 2**63
         assert group.task.seed == hash63("seed", group.task.group_id)
+
+
+@pytest.mark.parametrize("member", ["fork", "start_state"])
+def test_a_failure_in_what_siblings_share_drops_the_group_and_not_the_run(member):
+    class Shaky(Counter):
+        broken = 3
+
+        def shaky(self):
+            type(self).broken -= 1
+            if type(self).broken >= 0:
+                raise OSError("not today")
+
+    class Forks(Shaky):
+        def reset(self):
+            self.n = 0
+            return "Count."
+
+        def fork(self):
+            self.shaky()
+            return Forks()
+
+    class Pictured(Shaky):
+        def start_state(self):
+            self.shaky()
+            return self.n
+
+    factory = {"fork": Forks, "start_state": Pictured}[member]
+    played = play(factory, [turn("x")], siblings=2)
+    assert len(played.groups) == 1 and played.dropped
+    assert {failure.kind for group in played.dropped for failure in group.failures} == {"environment"}
+
+
+def test_a_first_reset_that_fails_is_retried_before_its_siblings_copy_it():
+    class Flaky:
+        resets = 0
+
+        def reset(self):
+            type(self).resets += 1
+            if self.resets == 1:
+                raise OSError("once")
+            self.n = self.resets
+            return f"Count from {self.n}."
+
+        def get_reward(self):
+            return float(self.n)
+
+    played = play(Flaky, [turn("x")], siblings=3)
+    assert Flaky.resets == 2 and played.groups[0].start_mismatch is None
+    assert len({episode.messages[0]["content"] for episode in played.groups[0].episodes}) == 1
+
+
+def test_components_that_bear_the_name_of_turn_rewards_are_added_to_them():
+    class Paid:
+        def reset(self, seed):
+            return "Go."
+
+        def step(self, message):
+            return StepResult("ok", reward=1.0, done=True)
+
+        def get_reward(self):
+            return {"turns": 0.5}
+
+    episode = play_one(Paid, [turn("x")])
+    assert episode.reward == 1.5 and dict(episode.rewards) == {"turns": 1.5}
+
+
+def test_a_group_reward_does_not_score_an_episode_that_its_environment_calls_unscorable():
+    class Judged:
+        def reset(self, seed):
+            return "Go."
+
+        def get_reward(self):
+            return None
+
+        @classmethod
+        def group_reward(cls, environments):
+            return [1.0 for _ in environments]
+
+    with pytest.raises(TooManyFailures, match="get_reward returned None"):
+        play(Judged, [turn("x")], siblings=2, max_consecutive_failed_groups=2)
+
+
+def test_a_single_episode_without_reward_is_no_sign_of_an_environment_without_one():
+    class Sparse:
+        def reset(self, seed):
+            return "Go."
+
+        def step(self, message):
+            return StepResult("ok", done=True)
+
+    assert play_one(Sparse, [turn("x")]).reward == 0

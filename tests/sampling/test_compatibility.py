@@ -52,7 +52,7 @@ def test_usual_models_pass_and_stay_in_their_modes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("softcapping", "differs from the plain one"), ("alibi", "."), ("recurrent", "takes no position_ids")],
+    [("softcapping", "softcap is not a plain softmax"), ("alibi", "."), ("recurrent", "takes no position_ids")],
 )
 def test_others_fall_back_with_a_notice(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     model = odd(name)

@@ -10,9 +10,9 @@ from envgrad.starter.compass import Compass
 
 def test_the_library_has_the_losses_and_gradients_of_the_plain_loop(tmp_path):
     config = GRPOConfig(
-        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=16, num_generations=8, use_cpu=True,
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=48, num_generations=16, use_cpu=True,
         max_completion_length=256, loss_type="dapo", report_to="none", save_strategy="no", disable_tqdm=True,
-        max_grad_norm=0.0, learning_rate=0.0, max_tokens_per_microbatch=300,
+        max_grad_norm=0.0, learning_rate=0.0, max_tokens_per_microbatch=900,
     )  # fmt: skip
     trainer = GRPOTrainer("starter", args=config, environment_factory=Compass)
     seen = {}
@@ -30,7 +30,7 @@ def test_the_library_has_the_losses_and_gradients_of_the_plain_loop(tmp_path):
     for sample in seen["batch"].samples:
         row = grpo_loop.Row(list(sample.token_ids), list(sample.mask), list(sample.logprobs), sample.episode.reward)
         groups.setdefault(sample.group, []).append(row)
-    assert len(groups) == 2 and len(seen["batch"]) > 1
+    assert len(groups) == 3 and len(seen["batch"]) > 1
     for group in groups.values():
         grpo_loop.set_advantages(group)
     rows = [row for group in groups.values() for row in group]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from envgrad.rollout.runner import Round
-from envgrad.training.metrics import round_metrics
+from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.stream import split_round
 from envgrad.types import (
     Episode,
@@ -99,3 +99,12 @@ def test_a_dropped_episode_leaves_its_step_smaller_and_shifts_no_other():
     ]
     empty = split_round(groups, samples[:3], episodes_per_step=6, num_generations=4)
     assert [len(step) for step in empty] == [3, 0], "a step that lost all its samples is kept"
+
+
+def test_shares_that_a_round_leaves_out_count_as_zero_in_the_average():
+    averages = MetricAverages()
+    averages.add({"failures/total": 0.0, "stop/done": 1.0, "kl": 1.0})
+    averages.add({"failures/total": 2.0, "failures/reset_timeout": 2.0, "stop/done": 0.5, "stop/context": 0.5})
+    assert averages.take() == {
+        "failures/total": 1.0, "failures/reset_timeout": 1.0, "stop/done": 0.75, "stop/context": 0.25, "kl": 1.0,
+    }  # fmt: skip

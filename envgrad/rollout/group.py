@@ -157,10 +157,9 @@ class GroupRun:
             sibling.failure = None
         except EpisodeFailure as failure:
             sibling.failure = failure
-            await self.pool.discard(instance)
-        except BaseException:
-            await self.pool.discard(instance)
-            raise
+        finally:
+            if sibling.begin is None:
+                await self.pool.discard(instance)
 
     async def _fork_all(self, begin: EpisodeStart) -> None:
         """Fork one reset instance for every other sibling, and one more that stays pristine for retries."""

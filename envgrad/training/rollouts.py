@@ -71,13 +71,12 @@ class Rollouts:
         self._open: _Open | None = None
         self._version = 0
         self._routed = isinstance(environment_factory, Mapping)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._inspect(environment_factory)
             self.train_tasks()
             self.renderer = self._make_renderer()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _inspect(self, environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None) -> None:
         if environment_factory is None:

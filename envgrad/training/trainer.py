@@ -13,6 +13,7 @@ is set by a callback of ours; ``evaluate`` plays episodes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
@@ -84,7 +85,8 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         self.algorithm = algorithm
         self.user_args = args
         self.rollouts = Rollouts(policy, args, environment_factory)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.rollouts.close)
             self._tasks = self.rollouts.train_tasks()
             self._beginning = self._tasks.state_dict()
             install_policy_forward(policy.base)
@@ -101,9 +103,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
             # Behind Trainer, which puts the model on its device.
             self.reference = Reference(policy.model) if algorithm.needs_reference else None
             policy.base.config.use_cache = use_cache  # Trainer sets it for its own forwards; a saved model wants it on
-        except BaseException:
-            self.rollouts.close()
-            raise
+            undo.pop_all()
         self._averages = MetricAverages()
         self._stream: StepStream | None = None
         inexact = self.args.bf16 or self.args.fp16 or is_half_precision(policy.model)

@@ -157,3 +157,8 @@ def test_a_failed_construction_closes_its_probe_instances(tmp_path):
 def test_contract_errors_are_configuration_errors():
     assert issubclass(EnvironmentContractError, ConfigurationError)
     assert GRPOConfig(output_dir="x", scale_rewards=False).scale_rewards == "none"
+
+
+def test_rounds_of_tool_calls_are_turns_less_one(tmp_path):
+    assert [config(tmp_path, max_tool_calling_iterations=n).max_turns for n in (0, 1, 5)] == [1, 2, 6]
+    assert config(tmp_path).max_turns is None, "tokens bound an episode then"

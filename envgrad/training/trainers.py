@@ -49,8 +49,8 @@ class GRPOTrainer(RolloutTrainer):
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
-        args: GRPOConfig | None = None,
         *,
+        args: GRPOConfig | None = None,
         environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,

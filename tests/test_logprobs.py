@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,20 +233,26 @@ def test_what_cannot_carry_a_policy_forward_is_refused() -> None:
 
 
 def test_distributed_data_parallel_sees_the_whole_computation(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = llama()
-        install_policy_forward(model)
-        expected = policy_logprobs(model, micro_batch(), entropy="grad")
-        wrapped = DistributedDataParallel(model)  # raises in the second forward if a parameter were not used
-        for _ in range(2):
-            outputs = policy_logprobs(wrapped, micro_batch(), entropy="grad")
-            assert torch.equal(outputs.logprobs, expected.logprobs)
-            assert outputs.entropy is not None
-            (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
+    """In a process of its own, which ends without gloo's destructors: they may wait for each other for ever."""
+    tests = str(Path(__file__).parent)
+    code = f"import os, test_logprobs as tests; tests.train_under_ddp({str(tmp_path)!r}); os._exit(0)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def train_under_ddp(folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    model = llama()
+    install_policy_forward(model)
+    expected = policy_logprobs(model, micro_batch(), entropy="grad")
+    wrapped = DistributedDataParallel(model)  # raises in the second forward if a parameter were not used
+    for _ in range(2):
+        outputs = policy_logprobs(wrapped, micro_batch(), entropy="grad")
+        assert torch.equal(outputs.logprobs, expected.logprobs)
+        assert outputs.entropy is not None
+        (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_policy_inputs_are_opaque_to_wrappers() -> None:

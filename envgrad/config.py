@@ -292,11 +292,6 @@ class RolloutConfig(TrainingArguments):
         episodes: int = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
         return episodes
 
-    @property
-    def steps_per_round(self) -> int:
-        """Optimizer steps fed by one round of rollouts, one pass."""
-        return round_size(self) // self.episodes_per_step
-
 
 def round_size(config: RolloutConfig) -> int:
     """Episodes of one round of rollouts (``generation_batch_size`` after it was resolved)."""

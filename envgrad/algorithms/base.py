@@ -17,8 +17,9 @@ class Algorithm(Protocol):
     In a training step::
 
         samples = algorithm.credit(groups)
-        totals = algorithm.totals(samples)                      # summed over processes
-        batch = pack(samples, algorithm.weights(samples, totals), totals=totals)
+        totals = algorithm.totals(samples)                      # of the whole step
+        batch = pack(samples, algorithm.weights(samples, totals), totals=totals,
+            skip_zero_advantages=algorithm.skips_zero_advantages)   # empty: nothing to learn, no backward
         for micro_batch in batch.micro_batches:
             outputs = policy_logprobs(model, micro_batch, entropy=algorithm.entropy)
             algorithm.loss(LossInputs.of(micro_batch, outputs)).loss.backward()
@@ -53,8 +54,4 @@ class Algorithm(Protocol):
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """A micro-batch's share of the step's loss."""
-        ...
-
-    def has_signal(self, samples: Sequence[TrainingSample]) -> bool:
-        """Whether the step's loss has any gradient. Without one no backward runs and no weight moves."""
         ...

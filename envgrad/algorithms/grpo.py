@@ -20,7 +20,6 @@ from envgrad.losses import (
     clipped_surrogate,
     entropy_bonus,
     importance_ratio,
-    is_trained,
     k3_kl,
     mean_metric,
     policy_metrics,
@@ -163,11 +162,6 @@ class GRPO:
         if self.entropy_coef:
             loss = loss + entropy_bonus(inputs, self.entropy_coef)
         return LossOutputs(loss=loss, metrics=metrics)
-
-    def has_signal(self, samples: Sequence[TrainingSample]) -> bool:
-        trained = [sample for sample in samples if is_trained(sample, self.mask_truncated_completions)]
-        regularized = self.beta != 0 or self.entropy_coef != 0
-        return any(regularized or any(sample.advantages) for sample in trained)
 
 
 def training_sample(episode: Episode, advantage: float) -> TrainingSample:

@@ -285,9 +285,11 @@ def test_a_template_without_tools_gets_schemas_in_the_prompt_and_results_as_a_us
 
 
 def test_every_template_of_these_can_render_a_tool_round() -> None:
-    for renderer in RENDERERS.values():
+    for name, renderer in RENDERERS.items():
         renderer.check(TOOLS)
         renderer.check(None)
+        written = renderer.tokenizer.decode(renderer.suffix([5], [result("it is 7391")], TOOLS))
+        assert "it is 7391" in written, name
 
 
 def test_a_template_that_can_render_no_tool_round_is_refused_only_with_tools() -> None:

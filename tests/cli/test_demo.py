@@ -86,5 +86,5 @@ def test_the_settings_are_those_that_were_tried(tmp_path: Path) -> None:
     config = demo.demo_config(tmp_path, seed=3, steps=7)
     assert (config.seed, config.max_steps, config.output_dir) == (3, 7, str(tmp_path))
     assert config.episodes_per_step == 256
-    assert config.steps_per_round == 1
+    assert config.generation_batch_size == 256 and config.num_iterations == 2
     assert (config.adam_beta1, config.adam_beta2, config.beta) == (0.9, 0.99, 0.0)

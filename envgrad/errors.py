@@ -10,6 +10,7 @@
     |   |-- EnvironmentFailure                reset, get_reward or the environment's own word; user code may raise it
     |   |-- ResetTimeout                      reset took longer than reset_timeout
     |   |-- RewardTimeout                     get_reward took longer than reward_timeout
+    |   |-- RewardFailure                     a reward function or reward model raised
     |   `-- SamplerFailure                    the sampler could not answer
     |-- TooManyFailures                       max_consecutive_failed_groups groups in a row were dropped
     |-- ToolCallError                         a call that does not fit its tool; its text goes back to the model
@@ -65,6 +66,12 @@ class RewardTimeout(EpisodeFailure):
     """``get_reward`` took longer than ``reward_timeout`` seconds."""
 
     kind = "reward_timeout"
+
+
+class RewardFailure(EpisodeFailure):
+    """A reward function or reward model raised: its group has no reward, which is never 0, and is dropped."""
+
+    kind = "reward"
 
 
 class SamplerFailure(EpisodeFailure):

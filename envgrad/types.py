@@ -156,6 +156,12 @@ class Episode:
     """the reward's named components"""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """wall-clock seconds by phase: reset, sample, tools, reward"""
+    plain_prompt: str | None = None
+    """the prompt, where it is plain text that no chat template touched; None in a chat"""
+    feedback: str | None = None
+    """what ``get_feedback()`` said after the episode, if the environment has it and the trainer asks"""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """what reward functions logged beside the reward (``log_extra``); goes to the episode log"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.mask), len(self.logprobs), len(self.versions)}
@@ -197,6 +203,8 @@ class Group:
     failures: tuple[FailedEpisode, ...] = ()
     start_mismatch: str | None = None
     """how the siblings' starts differ, naming the attribute; None if they do not"""
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """what reward functions logged (``log_metric``), averaged over the step"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

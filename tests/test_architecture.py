@@ -18,6 +18,7 @@ FLOW = [
     ["environments", "chat"],
     ["sampling.sampler", "sampling.scripted"],
     ["rollout", "advantages"],
+    ["rewards"],
     ["attention", "layout", "packing", "linear_head", "logprobs", "losses", "sampling"],
     ["algorithms"],
     ["config"],

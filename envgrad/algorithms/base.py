@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from envgrad.logprobs import EntropyMode
 from envgrad.losses import LossInputs, LossOutputs
 from envgrad.packing import StepTotals
 from envgrad.types import Group, TrainingSample
+
+EpisodeKey: TypeAlias = tuple[str, int]
+"""``(task.key, sibling)``"""
+
+ReferenceLogprobs: TypeAlias = Mapping[EpisodeKey, tuple[float, ...]]
+"""The reference model's log-probs of each episode's sampled tokens, in order."""
 
 
 class Algorithm(Protocol):
@@ -16,7 +22,7 @@ class Algorithm(Protocol):
 
     In a training step::
 
-        samples = algorithm.credit(groups)
+        samples = algorithm.credit(groups, reference)           # reference: None unless credit_reads_reference
         totals = algorithm.totals(samples)                      # of the whole step
         batch = pack(samples, algorithm.weights(samples, totals), totals=totals,
             skip_zero_advantages=algorithm.skips_zero_advantages)   # empty: nothing to learn, no backward
@@ -31,6 +37,11 @@ class Algorithm(Protocol):
         ...
 
     @property
+    def credit_reads_reference(self) -> bool:
+        """Whether ``credit`` reads the reference's log-probs too: a KL in the reward, as in RLOO."""
+        ...
+
+    @property
     def entropy(self) -> EntropyMode:
         """How ``loss`` uses entropies."""
         ...
@@ -40,7 +51,7 @@ class Algorithm(Protocol):
         """Whether samples whose advantages are all 0 add nothing to the loss's gradient, so that none is forwarded."""
         ...
 
-    def credit(self, groups: Sequence[Group]) -> list[TrainingSample]:
+    def credit(self, groups: Sequence[Group], reference: ReferenceLogprobs | None = None) -> list[TrainingSample]:
         """A sample for each episode that can be scored, with an advantage on each of its sampled tokens."""
         ...
 

@@ -8,6 +8,7 @@ from math import isnan
 from typing import Literal, get_args
 
 from envgrad.advantages import grpo_advantages
+from envgrad.algorithms.base import ReferenceLogprobs
 from envgrad.errors import ConfigurationError
 from envgrad.logprobs import EntropyMode
 from envgrad.losses import (
@@ -117,7 +118,11 @@ class GRPO:
     def skips_zero_advantages(self) -> bool:
         return not self.beta and not self.entropy_coef
 
-    def credit(self, groups: Sequence[Group]) -> list[TrainingSample]:
+    @property
+    def credit_reads_reference(self) -> bool:
+        return False
+
+    def credit(self, groups: Sequence[Group], reference: ReferenceLogprobs | None = None) -> list[TrainingSample]:
         rewards = [[episode.reward for episode in group.episodes] for group in groups]
         advantages = grpo_advantages(rewards, self.scale_rewards)
         return [

@@ -21,6 +21,7 @@ from envgrad.errors import TooManyFailures
 from envgrad.packing import Batch, PackMode, pack
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.runner import RolloutRunner, Round
+from envgrad.training.prepare import Preparation
 from envgrad.types import Group, TrainingSample
 
 
@@ -54,8 +55,8 @@ class StepStream:
     num_iterations: int
     max_tokens: int | None
     pack_mode: PackMode
-    prepare: Callable[[Batch], Batch]
-    """called on each of a round's batches before its first update: old and reference log-probs"""
+    prepare: Preparation
+    """what a round's batches need before its first update: old and reference log-probs"""
     publish: Callable[[], None]
     """called before each round, so that the sampler serves the weights of now"""
     group_limit: int | None = None
@@ -81,7 +82,7 @@ class StepStream:
             return False
         seconds = {"rollout": time.perf_counter() - began}
         began = time.perf_counter()
-        batches = [self.prepare(self._pack(samples)) for samples in self._steps(played)]
+        batches = [self.prepare.batch(self._pack(samples)) for samples in self._steps(played)]
         seconds["pack"] = time.perf_counter() - began
         for iteration in range(self.num_iterations):
             for index, batch in enumerate(batches):
@@ -104,7 +105,10 @@ class StepStream:
         return self.runner.play(self.tasks, count, self.policy)
 
     def _steps(self, played: Round) -> list[list[TrainingSample]]:
-        samples = self.algorithm.credit(played.groups)
+        reference = None
+        if self.algorithm.credit_reads_reference:
+            reference = self.prepare.reference_logprobs(played.groups, self.pack_mode, self.max_tokens)
+        samples = self.algorithm.credit(played.groups, reference)
         return split_round(played.groups, samples, self.episodes_per_step, self.policy.num_generations)
 
     def _pack(self, samples: Sequence[TrainingSample]) -> Batch:

@@ -18,7 +18,6 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,15 @@ from envgrad.attention import use_envgrad_attention
 from envgrad.config import RolloutConfig, round_size
 from envgrad.errors import ConfigurationError, TooManyFailures
 from envgrad.logprobs import check_packed_forward, install_policy_forward, policy_logprobs
-from envgrad.losses import LossInputs, LossOutputs, Metric, importance_correction, merge_metrics
-from envgrad.packing import Batch, MicroBatch, PackMode
+from envgrad.losses import LossInputs, LossOutputs, Metric, merge_metrics
+from envgrad.packing import MicroBatch, PackMode
 from envgrad.rollout.runner import Round
 from envgrad.training.checkpoint import AtomicCheckpoints, load_pending, load_progress
 from envgrad.training.clock import ClockCallback, planned_groups, planned_steps
 from envgrad.training.episode_log import EpisodeLog
 from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.model import Reference, has_dropout, is_half_precision, load_policy
+from envgrad.training.prepare import Preparation
 from envgrad.training.rollouts import EnvironmentFactory, Rollouts
 from envgrad.training.stream import StepItem, StepStream
 
@@ -100,14 +100,18 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
                 callbacks=list(callbacks),
                 optimizers=optimizers,
             )
-            # Behind Trainer, which puts the model on its device.
-            self.reference = Reference(policy.model) if algorithm.needs_reference else None
+            inexact = self.args.bf16 or self.args.fp16 or is_half_precision(policy.model)
+            needs_reference = algorithm.needs_reference or algorithm.credit_reads_reference
+            self.preparation = Preparation(
+                trainer=self,
+                # Behind Trainer, which puts the model on its device.
+                reference=Reference(policy.model) if needs_reference else None,
+                recompute_old=has_dropout(policy.model) or inexact,
+            )
             policy.base.config.use_cache = use_cache  # Trainer sets it for its own forwards; a saved model wants it on
             undo.pop_all()
         self._averages = MetricAverages()
         self._stream: StepStream | None = None
-        inexact = self.args.bf16 or self.args.fp16 or is_half_precision(policy.model)
-        self._recompute_old = has_dropout(policy.model) or inexact
         self.episode_log = EpisodeLog(Path(args.output_dir) / "episodes") if args.log_episodes else None
         self.last_round: Round | None = None
         self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks))
@@ -143,7 +147,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
                 num_iterations=config.num_iterations,
                 max_tokens=config.max_tokens_per_microbatch,
                 pack_mode=self._pack_mode,
-                prepare=self._prepare_batch,
+                prepare=self.preparation,
                 group_limit=planned_groups(config, self._tasks.epoch_length),
                 publish=lambda: self.rollouts.publish(self.state.global_step),
             )
@@ -193,34 +197,6 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         with self.compute_loss_context_manager():
             outputs = policy_logprobs(model, packed, temperature=temperature, entropy=self.algorithm.entropy)
             return self.algorithm.loss(LossInputs.of(packed, outputs))
-
-    def _prepare_batch(self, batch: Batch) -> Batch:
-        """What a round's samples need from forwards without gradient, before the round's first update."""
-        if self.reference is None and not self._recompute_old:
-            return batch
-        prepared = [self._prepare_micro_batch(packed.to(self.args.device)) for packed in batch.micro_batches]
-        return replace(batch, micro_batches=tuple(prepared))
-
-    @torch.no_grad()
-    def _prepare_micro_batch(self, packed: MicroBatch) -> MicroBatch:
-        temperature = self.user_args.temperature
-        if self.reference is not None:
-            with self.reference.active() as reference, self.accelerator.autocast():
-                outputs = policy_logprobs(reference, packed, temperature=temperature, entropy="none")
-            packed = replace(packed, ref_logprobs=outputs.logprobs)
-        if self._recompute_old:
-            self.model_wrapped.eval()
-            with self.compute_loss_context_manager():
-                outputs = policy_logprobs(self.model_wrapped, packed, temperature=temperature, entropy="none")
-            packed = replace(
-                packed,
-                old_logprobs=outputs.logprobs,
-                importance=importance_correction(
-                    outputs.logprobs, packed.sampler_logprobs, packed.sample_index, packed.num_samples,
-                    mode="token_truncate", clip_max=self.user_args.sampler_ratio_cap,
-                ),
-            )  # fmt: skip
-        return packed
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Not used here.

@@ -79,7 +79,7 @@ def opt_model():
 
 
 def test_dropout_rates_that_layers_keep_as_floats_are_found_and_switched_off(tmp_path):
-    assert make(tmp_path, opt_model())._recompute_old
+    assert make(tmp_path, opt_model()).preparation.recompute_old
     trainer = make(tmp_path, opt_model(), disable_dropout=True, max_steps=1)
     trainer.train()
     assert logged(trainer, "ratio/max") == pytest.approx([1.0], abs=1e-5)

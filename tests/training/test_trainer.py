@@ -148,7 +148,7 @@ def test_passes_over_a_round_and_a_reference_and_sequence_ratios_run(tmp_path):
 def test_dropout_and_old_log_probs(tmp_path):
     """With active dropout the old log-probs are recomputed without it, and the rest is corrected by a weight of 1."""
     trainer = make(tmp_path, tiny_llama(attention_dropout=0.2), max_steps=1)
-    assert trainer._recompute_old
+    assert trainer.preparation.recompute_old
     seen = {}
     step = trainer.training_step
 
@@ -163,7 +163,7 @@ def test_dropout_and_old_log_probs(tmp_path):
     assert (micro.importance - 1).abs().max() < 1e-4
     assert logged(trainer, "ratio/max")[0] > 1.0001, "the training forward itself is random"
     quiet = make(tmp_path, tiny_llama(attention_dropout=0.2), disable_dropout=True, max_steps=1)
-    assert not quiet._recompute_old
+    assert not quiet.preparation.recompute_old
 
 
 def test_lora_trains_adapters_only_and_its_reference_is_the_adapter_off(tmp_path):

@@ -13,64 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from envgrad.algorithms.grpo import GRPO
+from envgrad.config.checks import at_least, at_most_concurrent, choice
+from envgrad.config.refused import REFUSED
 from envgrad.errors import ConfigurationError
-
-REFUSED: dict[str, str] = {
-    "auto_find_batch_size": "a smaller batch would break groups apart; lower max_tokens_per_microbatch instead",
-    "average_tokens_across_devices": "loss denominators are always global here; leave it at True",
-    "bf16_full_eval": "evaluation samples as training does, in the precision of bf16; set that",
-    "batch_eval_metrics": "evaluation plays episodes and has no prediction batches; remove it",
-    "data_seed": "tasks are drawn by `seed`; set that",
-    "dataloader_drop_last": "there is no dataloader of rows; remove it",
-    "dataloader_in_order": "there is no dataloader of rows; remove it",
-    "dataloader_multiprocessing_context": "there is no dataloader of rows; remove it",
-    "dataloader_num_workers": "there is no dataloader of rows; environments run concurrently by themselves",
-    "dataloader_persistent_workers": "there is no dataloader of rows; remove it",
-    "dataloader_pin_memory": "there is no dataloader of rows; remove it",
-    "dataloader_prefetch_factor": "there is no dataloader of rows; remove it",
-    "eval_accumulation_steps": "evaluation plays episodes and keeps no predictions; remove it",
-    "eval_do_concat_batches": "evaluation plays episodes and keeps no predictions; remove it",
-    "eval_use_gather_object": "evaluation plays episodes and keeps no predictions; remove it",
-    "deepspeed": "this version trains in one process, without it; remove it",
-    "fp16_full_eval": "evaluation samples as training does, in the precision of fp16; set that",
-    "fsdp": "this version trains in one process, without it; remove it",
-    "include_for_metrics": "evaluation plays episodes and has no compute_metrics; remove it",
-    "include_num_input_tokens_seen": "token counts are logged every step as tokens/*; remove it",
-    "label_names": "there are no labels in policy gradients; remove it",
-    "label_smoothing_factor": "there are no labels in policy gradients; leave it at 0",
-    "length_column_name": "rows are packed by their token counts; remove it",
-    "liger_kernel_config": "it replaces the model's forward, which computes the log-probs here; remove it",
-    "neftune_noise_alpha": "noise in the embeddings would change the log-probs that were sampled; leave it unset",
-    "parallelism_config": "context and sequence parallelism are not supported; remove it",
-    "per_device_eval_batch_size": "evaluation plays eval_tasks tasks of num_generations_eval episodes at once, as many "
-    "as max_concurrent_episodes lets; set those",
-    "prediction_loss_only": "evaluation plays episodes; remove it",
-    "remove_unused_columns": "all columns go to reset and the reward functions; leave it at False",
-    "torch_empty_cache_steps": "rows are packed to a token budget; lower max_tokens_per_microbatch instead",
-    "torch_compile": "packed rows change shape every step; leave it off",
-    "train_sampling_strategy": "tasks come from the task stream, in its order; leave it unset",
-    "use_cache": "the sampler keeps keys and values by itself, and training needs none; remove it",
-    "use_liger_kernel": "it replaces the model's forward, which computes the log-probs here; leave it off",
-}
-"""Fields of ``TrainingArguments`` that cannot act here, with the reason and the fix."""
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigurationError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
-
-
-def _at_least(name: str, value: float | None, least: float, *, why: str = "") -> None:
-    if value is not None and value < least:
-        raise ConfigurationError(f"{name}={value} must be at least {least}{'; ' + why if why else ''}")
-
-
-def _at_most_concurrent(name: str, siblings: int | None, limit: int | None) -> None:
-    if siblings is not None and limit is not None and siblings > limit:
-        raise ConfigurationError(
-            f"max_concurrent_episodes={limit} must be at least {name}={siblings}: groups are played whole; raise it"
-        )
 
 
 @dataclass
@@ -84,7 +29,7 @@ class RolloutConfig(TrainingArguments):
         ConfigurationError: a value that cannot work, named with the rule and the fix.
 
     Example:
-        >>> config = GRPOConfig(output_dir="runs/doc", max_steps=5, per_device_train_batch_size=16, num_generations=4)
+        >>> config = RolloutConfig(output_dir="runs/doc", max_steps=5, per_device_train_batch_size=16)
         >>> config.generation_batch_size
         16
     """
@@ -217,22 +162,22 @@ class RolloutConfig(TrainingArguments):
                 raise ConfigurationError(f"{name}={value!r} cannot act in envgrad: {reason}")
 
     def _check_rollout(self) -> None:
-        _at_least("num_generations", self.num_generations, 1)
-        _at_least("num_generations_eval", self.num_generations_eval, 1)
-        _at_least("num_iterations", self.num_iterations, 1)
-        _at_least("max_completion_length", self.max_completion_length, 1)
-        _at_least("max_turns", self.max_turns, 1, why="one turn is the least an episode has")
-        _at_least("max_turn_tokens", self.max_turn_tokens, 1)
-        _at_least("max_tool_calling_iterations", self.max_tool_calling_iterations, 0)
-        _at_least("max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
-        _at_least("max_concurrent_episodes", self.max_concurrent_episodes, 1)
+        at_least("num_generations", self.num_generations, 1)
+        at_least("num_generations_eval", self.num_generations_eval, 1)
+        at_least("num_iterations", self.num_iterations, 1)
+        at_least("max_completion_length", self.max_completion_length, 1)
+        at_least("max_turns", self.max_turns, 1, why="one turn is the least an episode has")
+        at_least("max_turn_tokens", self.max_turn_tokens, 1)
+        at_least("max_tool_calling_iterations", self.max_tool_calling_iterations, 0)
+        at_least("max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
+        at_least("max_concurrent_episodes", self.max_concurrent_episodes, 1)
         for name in ("num_generations", "num_generations_eval"):
-            _at_most_concurrent(name, getattr(self, name), self.max_concurrent_episodes)
-        _at_least("max_episode_retries", self.max_episode_retries, 0)
-        _at_least("max_consecutive_failed_groups", self.max_consecutive_failed_groups, 1)
-        _at_least("eval_tasks", self.eval_tasks, 1)
-        _at_least("max_context", self.max_context, 2)
-        _at_least("max_kv_tokens", self.max_kv_tokens, 1)
+            at_most_concurrent(name, getattr(self, name), self.max_concurrent_episodes)
+        at_least("max_episode_retries", self.max_episode_retries, 0)
+        at_least("max_consecutive_failed_groups", self.max_consecutive_failed_groups, 1)
+        at_least("eval_tasks", self.eval_tasks, 1)
+        at_least("max_context", self.max_context, 2)
+        at_least("max_kv_tokens", self.max_kv_tokens, 1)
         for name in ("episode_timeout", "tool_timeout", "reset_timeout", "reward_timeout", "close_timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -241,12 +186,12 @@ class RolloutConfig(TrainingArguments):
             raise ConfigurationError(f"temperature={self.temperature} must be above 0: a greedy policy cannot explore")
         if not 0 < self.top_p <= 1:
             raise ConfigurationError(f"top_p={self.top_p} must be in (0, 1]")
-        _at_least("top_k", self.top_k, 0)
+        at_least("top_k", self.top_k, 0)
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ConfigurationError(f"min_p={self.min_p} must be in [0, 1]")
         if self.repetition_penalty <= 0:
             raise ConfigurationError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is none")
-        _choice("group_consistency", self.group_consistency, ("auto", "require", "off"))
+        choice("group_consistency", self.group_consistency, ("auto", "require", "off"))
         if self.max_tool_calling_iterations is not None:
             if self.max_turns not in (None, self.max_tool_calling_iterations + 1):
                 raise ConfigurationError(
@@ -258,10 +203,10 @@ class RolloutConfig(TrainingArguments):
             raise ConfigurationError("deterministic=True is promised for one process only; start one, or turn it off")
 
     def _resolve_batches(self) -> None:
-        _at_least("per_device_train_batch_size", self.per_device_train_batch_size, 1)
-        _at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
-        _at_least("generation_batch_size", self.generation_batch_size, 1)
-        _at_least("steps_per_generation", self.steps_per_generation, 1)
+        at_least("per_device_train_batch_size", self.per_device_train_batch_size, 1)
+        at_least("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        at_least("generation_batch_size", self.generation_batch_size, 1)
+        at_least("steps_per_generation", self.steps_per_generation, 1)
         per_micro_step = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise ConfigurationError("generation_batch_size and steps_per_generation say the same thing; set one")
@@ -298,52 +243,3 @@ def round_size(config: RolloutConfig) -> int:
     if config.generation_batch_size is None:
         raise AssertionError("generation_batch_size is resolved on construction")
     return config.generation_batch_size
-
-
-@dataclass
-class GRPOConfig(RolloutConfig):
-    """Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) and its losses.
-
-    Raises:
-        ConfigurationError: a value that cannot work, named with the rule and the fix.
-
-    Example:
-        >>> GRPOConfig(output_dir="runs/doc", num_generations=1)
-        Traceback (most recent call last):
-        envgrad.errors.ConfigurationError: num_generations=1 must be at least 2; a group needs a sibling to compare with
-    """
-
-    beta: float = field(default=0.0, metadata={"help": "Weight of the KL to the reference; 0 loads no reference."})
-    use_bias_correction_kl: bool = field(
-        default=True,
-        metadata={"help": "Multiply the KL estimate by the importance ratio, which unbiases its gradient."},
-    )
-    epsilon: float = field(default=0.2, metadata={"help": "Lower clip of the ratio: 1 - epsilon."})
-    epsilon_high: float | None = field(
-        default=None, metadata={"help": "Upper clip: 1 + epsilon_high; epsilon if None."}
-    )
-    delta: float | None = field(default=None, metadata={"help": "Cap on the ratio in the unclipped term (two-sided)."})
-    importance_sampling_level: str = field(default="token", metadata={"help": "token (GRPO) or sequence (GSPO)."})
-    scale_rewards: str | bool = field(
-        default="group", metadata={"help": "Divide advantages by the std of: group, batch, none."}
-    )
-    loss_type: str = field(default="dapo", metadata={"help": "grpo, dapo, bnpo, dr_grpo or cispo."})
-    mask_truncated_completions: bool = field(
-        default=False, metadata={"help": "Leave truncated episodes out of the loss."}
-    )
-    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
-    sampler_ratio_cap: float = field(
-        default=3.0, metadata={"help": "Truncation of old/sampler where the sampler's log-probs are not exact."}
-    )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
-        super().__post_init__()
-        _at_least("num_generations", self.num_generations, 2, why="a group needs a sibling to compare with")
-        _at_least("sampler_ratio_cap", self.sampler_ratio_cap, 1)
-        self.algorithm()
-
-    def algorithm(self) -> GRPO:
-        """The algorithm that these fields describe; it checks them."""
-        return GRPO(**{f.name: getattr(self, f.name) for f in fields(GRPO)})

@@ -1,0 +1,22 @@
+"""What configurations say of a value that cannot work."""
+
+from __future__ import annotations
+
+from envgrad.errors import ConfigurationError
+
+
+def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def at_least(name: str, value: float | None, least: float, *, why: str = "") -> None:
+    if value is not None and value < least:
+        raise ConfigurationError(f"{name}={value} must be at least {least}{'; ' + why if why else ''}")
+
+
+def at_most_concurrent(name: str, siblings: int | None, limit: int | None) -> None:
+    if siblings is not None and limit is not None and siblings > limit:
+        raise ConfigurationError(
+            f"max_concurrent_episodes={limit} must be at least {name}={siblings}: groups are played whole; raise it"
+        )

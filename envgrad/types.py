@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isnan
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
@@ -106,6 +107,8 @@ class ToolOutcome:
     """False if the call was malformed, refused by its schema, or raised"""
     reward: float | None = None
     seconds: float = 0.0
+    tool: str | None = None
+    """the tool's name; None if there is no such tool"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,8 @@ class Turn:
     num_tokens: int
     policy_version: int
     message: Message
+    text: str = ""
+    """the sampled text as it is, reasoning and calls included, without its terminator"""
     outcomes: tuple[ToolOutcome, ...] = ()
     observation: str | None = None
     """what ``step`` returned, in environments that read free text"""
@@ -156,6 +161,8 @@ class Episode:
     """the reward's named components"""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """wall-clock seconds by phase: reset, sample, tools, reward"""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """the schemas of the tools that the opening showed"""
     plain_prompt: str | None = None
     """the prompt, where it is plain text that no chat template touched; None in a chat"""
     feedback: str | None = None
@@ -206,6 +213,12 @@ class Group:
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """what reward functions logged (``log_metric``), averaged over the step"""
 
+    @property
+    def scored_rewards(self) -> list[float]:
+        """The rewards of the siblings that could be scored, in sibling order."""
+        rewards = (episode.reward for episode in self.episodes)
+        return [reward for reward in rewards if reward is not None and not isnan(reward)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
@@ -229,7 +242,11 @@ class TrainingSample:
     group: str
     """samples with one ``group`` and equal first ``prompt_length`` tokens share their prompt's forward pass"""
     truncated: bool = False
+    ref_logprobs: tuple[float, ...] | None = None
+    """the reference model's, where a credit has read them; 0 where ``mask`` is 0"""
     episode: Episode | None = None
+    teacher_prompt: tuple[int, ...] | None = None
+    """ids of the opening as a teacher sees it, who then reads the same tokens after the prompt; None without one"""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -239,12 +256,16 @@ class TrainingSample:
             "versions": len(self.versions),
             "advantages": len(self.advantages),
         }
+        if self.ref_logprobs is not None:
+            lengths["ref_logprobs"] = len(self.ref_logprobs)
         if len(set(lengths.values())) != 1:
             raise AssertionError(f"all arrays of a TrainingSample must have one length, got {lengths}")
         if not 0 < self.prompt_length <= len(self.token_ids):
             raise AssertionError(f"prompt_length must be in 1..{len(self.token_ids)}, got {self.prompt_length}")
         if any(self.mask[: self.prompt_length]):
             raise AssertionError("the opening prompt is never trained: its mask must be 0")
+        if self.teacher_prompt is not None and not self.teacher_prompt:
+            raise AssertionError("a teacher's prompt must have a token; None is no teacher")
 
     @property
     def num_trained_tokens(self) -> int:

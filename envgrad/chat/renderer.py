@@ -112,6 +112,15 @@ class ChatRenderer:
         # As in apply_chat_template: the template writes BOS itself, if there is to be one.
         return self._encode(self._template.render(messages, tools))
 
+    def open_text(self, text: str) -> list[int]:
+        """Token ids of a prompt that is plain text, as the tokenizer encodes it by itself: no template."""
+        return list(self.tokenizer.encode(text))
+
+    def read_text(self, token_ids: Sequence[int]) -> SampledTurn:
+        """What was sampled behind plain text: text, without special tokens and without calls."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return SampledTurn(message={"role": "assistant", "content": text}, calls=(), text=text)
+
     def suffix(self, turn_ids: Sequence[int], results: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """Token ids that follow a sampled turn: its end if that was not sampled, separator, results, next prompt.
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from envgrad.environments.members import RESERVED_NAMES, Environment
@@ -52,6 +52,10 @@ class EnvironmentSpec:
     """the tools that do not depend on the task, in alphabetical order"""
     dynamic_tools: bool = False
     """there is a ``tools`` member: ``tools_of`` reads it after ``reset``"""
+    shared_tools: tuple[ToolSpec, ...] = ()
+    """functions beside the environment's own tools; among ``tools`` already, added to those of a ``tools`` member"""
+    stateless: bool = False
+    """no environment was given: the dataset's prompts are all there is"""
     step_protocol: bool = False
     """``step`` reads the model's free text"""
     routed: bool = False
@@ -66,6 +70,8 @@ class EnvironmentSpec:
     has_state: bool = False
     """``state_dict`` and ``load_state_dict``"""
     has_close: bool = False
+    factory_draws: frozenset[str] = frozenset()
+    """the process-global random generators that the factory's first call drew from: see ``isolation``"""
     num_tasks: Callable[[str], int] | None = None
     determinism: str | None = None
 
@@ -131,7 +137,21 @@ class EnvironmentSpec:
                 f"{self.label}: tools must be a list of functions, methods or method names, got {declared!r}."
             )
         specs = [self._dynamic_tool(instance, entry) for entry in declared]
-        return combine_tools(specs, (), where=f"{self.label}: tools")
+        return combine_tools(specs, self.shared_tools, where=f"{self.label}: tools")
+
+    def with_tools(self, shared: tuple[ToolSpec, ...]) -> EnvironmentSpec:
+        """The same environment with functions as tools beside its own.
+
+        Raises:
+            EnvironmentContractError: a name is taken, or the environment reads free text and so calls no tools.
+        """
+        if shared and self.step_protocol:
+            raise EnvironmentContractError(
+                f"{self.label}: its step(message) reads the model's free text, so tools={[t.name for t in shared]} can "
+                "never be called: give the class tools instead of step, or drop tools."
+            )
+        where = f"{self.label} and tools="
+        return replace(self, tools=combine_tools(self.tools, shared, where=where), shared_tools=shared)
 
     def _dynamic_tool(self, instance: object, entry: object) -> ToolSpec:
         function = getattr(instance, entry, None) if isinstance(entry, str) else entry

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from envgrad.chat.renderer import ChatRenderer
+from envgrad.chat.base import Renderer
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool
 from envgrad.environments.contract import EnvironmentSpec
+from envgrad.environments.isolation import Isolation
 from envgrad.errors import EnvironmentFailure, EpisodeFailure
+from envgrad.rollout.scoring import RewardSource, RewardWeights
 from envgrad.sampling.sampler import Sampler, SamplingParams
+
+
+CustomRollout: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
+"""Prompts (one for each sibling) -> ``prompt_ids``, ``completion_ids``, ``logprobs`` and more: see ``custom``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +38,19 @@ class EpisodeContext:
     """What all episodes of one environment share."""
 
     spec: EnvironmentSpec
-    renderer: ChatRenderer
+    renderer: Renderer
     sampler: Sampler
     sampling: SamplingParams
     limits: EpisodeLimits
     workers: WorkerPool
+    isolation: Isolation = field(default_factory=Isolation)
+    """whether instances get their own stream of the process-global random generators"""
+    ask_feedback: bool = False
+    """call ``get_feedback()`` after each episode, where the environment has it"""
+    reward_sources: tuple[RewardSource, ...] = ()
+    reward_weights: RewardWeights = field(default_factory=RewardWeights)
+    rollout_func: CustomRollout | None = None
+    """the user's own way to play a group, instead of the episode loop"""
 
 
 def value_or_failure(outcome: Outcome, where: str, timeout_error: type[EpisodeFailure], limit: float | None) -> object:

@@ -17,11 +17,13 @@ from envgrad.environments.arguments import clean_text
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, call_user, guard, is_async
 from envgrad.environments.contract import ToolResult, read_reward, read_step
 from envgrad.environments.tasks import hash63
-from envgrad.environments.tools import check_arguments, find_tool, result_text
+from envgrad.environments.tools import ToolSpec, check_arguments, find_tool, result_text
 from envgrad.errors import EnvironmentFailure, EpisodeDone, EpisodeFailure, RewardTimeout, ToolCallError
 from envgrad.rollout.context import EpisodeContext, value_or_failure
+from envgrad.rollout.feedback import read_feedback
 from envgrad.rollout.opening import EpisodeStart
 from envgrad.rollout.row import TokenRow
+from envgrad.rollout.scoring import add_component
 from envgrad.sampling.sampler import Session
 from envgrad.types import Episode, Message, StopReason, Task, ToolCall, ToolOutcome, Turn
 
@@ -45,7 +47,8 @@ async def play(context: EpisodeContext, begin: EpisodeStart, task: Task, sibling
     stop = await player.play()
     context.sampler.end(player.session)
     reward, rewards = await score(context, begin, player.turns)
-    return player.episode(stop, reward, rewards)
+    feedback = await read_feedback(context, begin, task)
+    return replace(player.episode(stop, reward, rewards), feedback=feedback)
 
 
 async def score(
@@ -76,18 +79,6 @@ async def score(
         return None, rewards
     scored = [value for value in rewards.values() if value is not None]
     return (sum(scored) if scored or not rewards else None), rewards
-
-
-def add_component(rewards: Mapping[str, float | None], name: str, value: float | None) -> dict[str, float | None]:
-    """``rewards`` with one component more; one that has the name already is added to, never replaced.
-
-    Example:
-        >>> add_component({"turns": 1.0}, "turns", 0.5), add_component({"turns": 1.0}, "style", None)
-        ({'turns': 1.5}, {'turns': 1.0, 'style': None})
-    """
-    there = rewards.get(name)
-    both = there if value is None else value if there is None else there + value
-    return {**rewards, name: both}
 
 
 @dataclass(slots=True)
@@ -136,13 +127,17 @@ class _Player:
             return StopReason.EPISODE_TIMEOUT
         index, start_index = len(self.turns), len(self.row)
         self.row.add_sampled(completion.token_ids, completion.logprobs, version=completion.policy_version)
-        read = renderer.read(completion.token_ids, schemas, turn=index)
+        if self.begin.opening.plain_prompt is not None:
+            read = renderer.read_text(completion.token_ids)
+        else:
+            read = renderer.read(completion.token_ids, schemas, turn=index)
         self.messages.append(read.message)
         turn = Turn(
             start=start_index,
             num_tokens=len(completion.token_ids),
             policy_version=completion.policy_version,
             message=read.message,
+            text=read.text,
             sample_seconds=time.perf_counter() - began,
         )
         self.turns.append(turn)
@@ -198,14 +193,22 @@ class _Player:
 
     async def _call_tool(self, call: ToolCall) -> tuple[ToolOutcome, StopReason | None]:
         """Run one call. Its errors are the agent's business: their text is the result."""
-        tools = self.begin.opening.tools
         if call.error is not None:
             return ToolOutcome(call=call, content=call.error, ok=False), None
         try:
-            tool = find_tool(call.name, tools)
-            arguments = check_arguments(tool, call.arguments)
+            tool = find_tool(call.name, self.begin.opening.tools)
         except ToolCallError as error:
             return ToolOutcome(call=call, content=str(error), ok=False), None
+        try:
+            arguments = check_arguments(tool, call.arguments)
+        except ToolCallError as error:
+            return ToolOutcome(call=call, content=str(error), ok=False, tool=tool.name), None
+        outcome, stop = await self._run_tool(tool, call, arguments)
+        return replace(outcome, tool=tool.name), stop
+
+    async def _run_tool(
+        self, tool: ToolSpec, call: ToolCall, arguments: dict[str, object]
+    ) -> tuple[ToolOutcome, StopReason | None]:
         timeout, limit = self._user_timeout()
         function = self._and_done(tool.bind(self.begin.instance))
         outcome = await call_user(
@@ -343,6 +346,8 @@ class _Player:
             stop_reason=stop,
             reward=reward,
             rewards=rewards,
+            tools=tuple(self.begin.opening.schemas or ()),
+            plain_prompt=self.begin.opening.plain_prompt,
             seconds={
                 "reset": self.begin.reset_seconds,
                 "sample": sum(turn.sample_seconds for turn in self.turns),

@@ -7,25 +7,22 @@ and counted; a group that keeps fewer than two scored siblings is of no use to i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from envgrad.environments.boundary import Ok, Raised, call_user
+from envgrad.environments.boundary import call_user
 from envgrad.environments.contract import read_group_rewards
+from envgrad.environments.isolation import use
 from envgrad.environments.pool import InstancePool
-from envgrad.environments.start import (
-    StartFingerprint,
-    StartMode,
-    compare_starts,
-    decide_start,
-    fingerprint,
-    fork_instance,
-)
-from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, ResetTimeout, RewardTimeout
+from envgrad.environments.sources import hash63
+from envgrad.environments.start import StartMode, decide_start
+from envgrad.errors import EnvironmentContractError, EpisodeFailure, RewardTimeout
 from envgrad.rollout.context import EpisodeContext, value_or_failure
-from envgrad.rollout.episode import add_component, play, session_of
+from envgrad.rollout.episode import play, session_of
 from envgrad.rollout.loop import gather_or_cancel
-from envgrad.rollout.opening import EpisodeStart, Opening, start
+from envgrad.rollout.opening import EpisodeStart
+from envgrad.rollout.scoring import RewardBatch, RewardLog, add_component, score_group
+from envgrad.rollout.starting import Starter, find_mismatch
 from envgrad.sampling.sampler import Session
 from envgrad.types import Episode, FailedEpisode, Group, Task
 
@@ -39,6 +36,13 @@ class GroupPolicy:
     group_consistency: str = "auto"
     max_groups: int | None = None
     """groups of this size in flight; the runner's bound if None"""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """environments whose groups have a size of their own"""
+
+    def of(self, environment: str) -> GroupPolicy:
+        """This policy for groups of ``environment``."""
+        size = self.sizes.get(environment, self.num_generations)
+        return self if size == self.num_generations else replace(self, num_generations=size)
 
 
 @dataclass(slots=True)
@@ -62,12 +66,13 @@ class GroupRun:
     policy: GroupPolicy
     task: Task
     siblings: list[_Sibling] = field(init=False)
-    pristine: object | None = field(init=False, default=None)
-    opening: Opening | None = field(init=False, default=None)
+    starter: Starter = field(init=False)
     mismatch: str | None = field(init=False, default=None)
+    metrics: Mapping[str, tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.siblings = [_Sibling(number) for number in range(self.policy.num_generations)]
+        self.starter = Starter(self.context, self.pool, self.task)
 
     async def run(self) -> Group:
         """Start all siblings, compare their starts, play them concurrently, score them together."""
@@ -78,6 +83,7 @@ class GroupRun:
             if await self._prepare():
                 await gather_or_cancel([self._play(sibling) for sibling in self.siblings])
                 await self._group_reward()
+                await self._score_with_sources()
         finally:
             for sibling in self.siblings:
                 self._end_session(sibling)
@@ -94,7 +100,13 @@ class GroupRun:
             if sibling.failure is not None and sibling.episode is None
         ]
         episodes = tuple(sibling.episode for sibling in self.siblings if sibling.episode is not None)
-        return Group(task=self.task, episodes=episodes, failures=tuple(failures), start_mismatch=self.mismatch)
+        return Group(
+            task=self.task,
+            episodes=episodes,
+            failures=tuple(failures),
+            start_mismatch=self.mismatch,
+            metrics=self.metrics,
+        )
 
     def _begin_session(self, sibling: _Sibling) -> None:
         """Open the session of the sibling's next attempt before the last one's is closed."""
@@ -114,7 +126,7 @@ class GroupRun:
         """Start all siblings and compare their starts; whether the group can be played."""
         try:
             await self._start_all()
-            if self.policy.group_consistency != "off":
+            if self.policy.group_consistency != "off" and not self.context.spec.stateless:
                 await self._compare()
         except EpisodeFailure as failure:  # of what they have in common: it is every sibling's
             for sibling in self.siblings:
@@ -125,7 +137,7 @@ class GroupRun:
         return True
 
     async def _start_all(self) -> None:
-        first = self.siblings[0]
+        first, starter = self.siblings[0], self.starter
         await self._start_fresh(first)
         if decide_start(self.context.spec, self.task) in (StartMode.FORK, StartMode.COPY):
             # The others are copies of it, so they cannot start without it.
@@ -138,7 +150,7 @@ class GroupRun:
             # Its retries are made when it is played; the others start for themselves.
             await gather_or_cancel([self._start_fresh(sibling) for sibling in self.siblings[1:]])
             return
-        self.opening = first.begin.opening
+        starter.opening = first.begin.opening
         mode = decide_start(self.context.spec, self.task, first.begin.instance)
         if mode in (StartMode.FORK, StartMode.COPY) and self.policy.num_generations > 1:
             await self._fork_all(first.begin)
@@ -148,24 +160,15 @@ class GroupRun:
     async def _start_fresh(self, sibling: _Sibling) -> None:
         """Reset an instance of the pool for ``sibling``; a failure is kept on it."""
         try:
-            instance = await self.pool.acquire()
+            sibling.begin, sibling.failure = await self.starter.fresh(), None
         except EpisodeFailure as failure:
             sibling.failure = failure
-            return
-        try:
-            sibling.begin = await start(self.context, instance, self.task, self.opening)
-            sibling.failure = None
-        except EpisodeFailure as failure:
-            sibling.failure = failure
-        finally:
-            if sibling.begin is None:
-                await self.pool.discard(instance)
 
     async def _fork_all(self, begin: EpisodeStart) -> None:
         """Fork one reset instance for every other sibling, and one more that stays pristine for retries."""
         for left in reversed(range(self.policy.max_episode_retries + 1)):
             try:
-                self.pristine = await self._fork(begin.instance)
+                self.starter.pristine = await self.starter.fork(begin)
                 break
             except EpisodeFailure:
                 if not left:
@@ -174,53 +177,21 @@ class GroupRun:
             await self._start_forked(sibling)
 
     async def _start_forked(self, sibling: _Sibling) -> None:
-        opening = self.opening
-        if self.pristine is None or opening is None:
+        if self.starter.pristine is None:
             raise AssertionError("a fork needs a pristine instance")
         try:
-            sibling.begin = EpisodeStart(instance=await self._fork(self.pristine), opening=opening)
-            sibling.failure = None
+            sibling.begin, sibling.failure = await self.starter.fork(self.starter.pristine), None
         except EpisodeFailure as failure:
             sibling.failure = failure
 
-    async def _fork(self, instance: object) -> object:
-        where = f"{self.context.spec.name}.fork"
-        outcome = await call_user(
-            where, fork_instance, instance, workers=self.context.workers, timeout=self.context.limits.reset_timeout
-        )
-        match outcome:
-            case Ok(value=copy):
-                self.pool.adopt(copy)
-                return copy
-            case Raised(error=error):
-                raise EnvironmentFailure(f"{where} raised {type(error).__name__}: {error}") from error
-        raise EnvironmentFailure(f"{where} took longer than {self.context.limits.reset_timeout} s")
-
     async def _compare(self) -> None:
-        spec = self.context.spec
         begun = [sibling.begin for sibling in self.siblings if sibling.begin is not None]
-        if len(begun) < 2:
-            return
-        first, *others = [await self._fingerprint(begin) for begin in begun]
-        differences = (compare_starts(first, other) for other in others)
-        self.mismatch = next((difference for difference in differences if difference is not None), None)
+        self.mismatch = await find_mismatch(self.context, begun)
         if self.mismatch is not None and self.policy.group_consistency == "require":
             raise EnvironmentContractError(
-                f"siblings of one group of {spec.name} start differently: {self.mismatch}; let reset take `seed` or "
-                "`group_id` and draw the task from it, or define fork() (group_consistency='require')"
+                f"siblings of one group of {self.context.spec.name} start differently: {self.mismatch}; let reset take "
+                "`seed` or `group_id` and draw the task from it, or define fork() (group_consistency='require')"
             )
-
-    async def _fingerprint(self, begin: EpisodeStart) -> StartFingerprint:
-        spec, opening = self.context.spec, begin.opening
-        arguments = (begin.instance, spec, opening.messages, opening.schemas or ())
-        if not spec.has_start_state:
-            return fingerprint(*arguments)
-        where, timeout = f"{spec.name}.start_state", self.context.limits.reset_timeout
-        outcome = await call_user(where, fingerprint, *arguments, workers=self.context.workers, timeout=timeout)
-        picture = value_or_failure(outcome, where, ResetTimeout, timeout)
-        if not isinstance(picture, StartFingerprint):
-            raise AssertionError(picture)
-        return picture
 
     # -- playing
 
@@ -230,9 +201,10 @@ class GroupRun:
             sibling.attempts += 1
             if sibling.begin is not None:
                 try:
-                    sibling.episode = await play(
-                        self.context, sibling.begin, self.task, sibling.number, sibling.attempts - 1
-                    )
+                    with use(sibling.begin.stream):
+                        sibling.episode = await play(
+                            self.context, sibling.begin, self.task, sibling.number, sibling.attempts - 1
+                        )
                     sibling.failure = None
                     return
                 except EpisodeFailure as failure:
@@ -243,7 +215,7 @@ class GroupRun:
                 self._end_session(sibling)
                 return
             self._begin_session(sibling)
-            await (self._start_forked(sibling) if self.pristine is not None else self._start_fresh(sibling))
+            await (self._start_forked(sibling) if self.starter.pristine is not None else self._start_fresh(sibling))
 
     async def _group_reward(self) -> None:
         """``group_reward`` scores the siblings together; its numbers are added to their own rewards."""
@@ -254,7 +226,8 @@ class GroupRun:
         where, timeout = f"{spec.name}.group_reward", self.context.limits.reward_timeout
         instances = [sibling.begin.instance for sibling in scored if sibling.begin is not None]
         group_reward: Callable[..., object] = type(instances[0]).group_reward  # type: ignore[attr-defined]
-        outcome = await call_user(where, group_reward, instances, workers=self.context.workers, timeout=timeout)
+        with use(self.context.isolation.stream(hash63("group_reward", self.task.seed))):
+            outcome = await call_user(where, group_reward, instances, workers=self.context.workers, timeout=timeout)
         try:
             value = value_or_failure(outcome, where, RewardTimeout, timeout)
             rewards = read_group_rewards(value, len(scored), where)
@@ -266,24 +239,42 @@ class GroupRun:
             if sibling.episode is not None:
                 sibling.episode = _with_group_reward(sibling.episode, reward, unscorable=spec.has_get_reward)
 
+    async def _score_with_sources(self) -> None:
+        """Reward functions and models, while the environments are still there."""
+        context = self.context
+        scored = [s for s in self.siblings if s.episode is not None and s.begin is not None and s.begin.usable]
+        if not scored or not (context.reward_sources or context.reward_weights.by_name):
+            return
+        batch = RewardBatch(
+            episodes=tuple(sibling.episode for sibling in scored if sibling.episode is not None),
+            environments=None
+            if context.spec.stateless
+            else tuple(sibling.begin.instance for sibling in scored if sibling.begin is not None),
+            log=RewardLog(),
+            workers=context.workers,
+            timeout=context.limits.reward_timeout,
+        )
+        try:
+            result = await score_group(batch, context.reward_sources, context.reward_weights)
+        except EpisodeFailure as failure:
+            for sibling in scored:
+                sibling.episode, sibling.failure = None, failure
+            return
+        self.metrics = result.metrics
+        for sibling, episode in zip(scored, result.episodes, strict=True):
+            sibling.episode = episode
+
     # -- ending
 
     async def _release(self, sibling: _Sibling) -> None:
         if sibling.begin is None:
             return
         begin, sibling.begin = sibling.begin, None
-        # Forked instances are not reset again: another group is forked from its own.
-        if begin.usable and self.pristine is None:
-            self.pool.release(begin.instance)
-        else:
-            await self.pool.discard(begin.instance)
+        await self.starter.end(begin)
 
     async def _release_all(self) -> None:
-        pristine, self_pristine = self.pristine, self.pristine is not None
         await asyncio.gather(*(self._release(sibling) for sibling in self.siblings))
-        if self_pristine:
-            await self.pool.discard(pristine)
-            self.pristine = None
+        await self.starter.end_pristine()
 
 
 def _with_group_reward(episode: Episode, reward: float | None, *, unscorable: bool) -> Episode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -52,6 +52,10 @@ class RolloutLoop:
             return future.result()
         finally:
             future.cancel()
+
+    def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+        """Start ``coroutine`` on the loop without waiting; cancelling the future cancels it there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Cancel what still runs, stop the loop and join its thread. Safe to call twice."""

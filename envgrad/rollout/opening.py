@@ -9,6 +9,7 @@ from typing import Any
 from envgrad.environments.arguments import clean_text
 from envgrad.environments.boundary import Raised, call_user
 from envgrad.environments.contract import opening_messages
+from envgrad.environments.isolation import Stream
 from envgrad.environments.tools import ToolSpec
 from envgrad.errors import EnvironmentContractError, ResetTimeout
 from envgrad.rollout.context import EpisodeContext, value_or_failure
@@ -24,6 +25,8 @@ class Opening:
     schemas: list[dict[str, Any]] | None
     """the tools' schemas as the template gets them; None without tools"""
     prompt_ids: tuple[int, ...]
+    plain_prompt: str | None = None
+    """the prompt, where it is plain text for a model without a chat; None in a chat"""
 
 
 @dataclass(slots=True)
@@ -34,6 +37,8 @@ class EpisodeStart:
     opening: Opening
     reset_seconds: float = 0.0
     usable: bool = True
+    stream: Stream | None = None
+    """the global random generators as this instance sees them; None where it does not draw from them"""
 
 
 async def start(context: EpisodeContext, instance: object, task: Task, known: Opening | None = None) -> EpisodeStart:
@@ -58,6 +63,8 @@ async def open_prompt(
 ) -> Opening:
     """The opening of an instance that was reset; ``known`` is taken if it says the same."""
     row_prompt: Prompt = task.row.get("prompt") if task.row else None
+    if context.spec.stateless and not context.spec.tools and isinstance(row_prompt, str):
+        return _open_text(context, clean_text(row_prompt), known)
     messages = tuple(_clean(m) for m in opening_messages(reset_result, row_prompt, f"{context.spec.name}.reset"))
     tools = context.spec.tools if not context.spec.dynamic_tools else await _read_tools(context, instance)
     if known is not None and known.messages == messages and known.tools == tools:
@@ -65,6 +72,19 @@ async def open_prompt(
     schemas = [tool.schema for tool in tools] or None
     prompt_ids = context.renderer.open(messages, schemas)
     return Opening(messages=messages, tools=tools, schemas=schemas, prompt_ids=tuple(prompt_ids))
+
+
+def _open_text(context: EpisodeContext, prompt: str, known: Opening | None) -> Opening:
+    """A prompt that is text and nothing else stays so: no template is put around it."""
+    if known is not None and known.plain_prompt == prompt:
+        return known
+    return Opening(
+        messages=({"role": "user", "content": prompt},),
+        tools=(),
+        schemas=None,
+        prompt_ids=tuple(context.renderer.open_text(prompt)),
+        plain_prompt=prompt,
+    )
 
 
 def _clean(message: Message) -> Message:

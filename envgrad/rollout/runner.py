@@ -1,4 +1,5 @@
-"""Plays groups: as many at once as fit, whole groups only, in task order; dropped groups are replaced.
+"""Plays groups: as many at once as fit, whole groups only, in task order; dropped groups are replaced, and with dynamic
+sampling those that teach nothing.
 
 Consumes tasks from a ``TaskStream``; produces ``Group``s; waits for the environments and the sampler, each with a
 deadline of its own; the caller waits for a whole round.
@@ -10,14 +11,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.tasks import TaskStream
-from envgrad.errors import EnvironmentContractError, TooManyFailures
+from envgrad.errors import ConfigurationError, EnvironmentContractError, TooManyFailures
 from envgrad.rollout.context import EpisodeContext
+from envgrad.rollout.custom import play_custom
 from envgrad.rollout.group import GroupPolicy, GroupRun
 from envgrad.rollout.loop import RolloutLoop, gather_or_cancel
 from envgrad.types import Group, Task
@@ -30,13 +32,79 @@ class Round:
     """One round of rollouts: the groups that are of use, in task order, and what was dropped on the way."""
 
     groups: tuple[Group, ...]
+    """what is trained"""
     dropped: tuple[Group, ...] = ()
+    """too few siblings could be scored"""
+    filtered: tuple[Group, ...] = ()
+    """scored, and replaced by dynamic sampling because there is nothing in them to learn from"""
+    unteaching: int = 0
+    """of ``groups``, those that dynamic sampling would have replaced, had its bound not been reached"""
+    dynamic: bool = False
+    """whether dynamic sampling was on"""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """the shares of environments that a curriculum had set when the tasks were drawn; empty without one"""
     seconds: float = 0.0
+
+    @property
+    def scored(self) -> tuple[Group, ...]:
+        """``groups`` and ``filtered``, in task order: what rewards are averaged over, so that they are not biased by
+        what dynamic sampling leaves out."""
+        return tuple(sorted((*self.groups, *self.filtered), key=_position))
 
     @property
     def failures(self) -> Counter[str]:
         """Failed episodes by kind, over all groups played."""
-        return Counter(failure.kind for group in (*self.groups, *self.dropped) for failure in group.failures)
+        return Counter(failure.kind for group in (*self.scored, *self.dropped) for failure in group.failures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSampling:
+    """Groups that teach nothing are replaced by further tasks, within bounds (DAPO, arXiv:2503.14476, section 3.2).
+
+    DAPO samples until the batch is full. Here ``max_rounds`` bounds it: where every task is solved, or none, a batch
+    would never fill.
+    """
+
+    teaches: Callable[[Group], bool]
+    """whether there is anything in a group to learn from"""
+    max_rounds: int
+    """how often in a round the groups that teach nothing are replaced; what then is left of them fills the round"""
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1:
+            raise ConfigurationError(f"max_dynamic_rounds={self.max_rounds} must be at least 1")
+
+
+@dataclass(slots=True)
+class _Played:
+    """A round in the making."""
+
+    dynamic: bool
+    teaching: list[Group] = field(default_factory=list)
+    unteaching: list[Group] = field(default_factory=list)
+    dropped: list[Group] = field(default_factory=list)
+
+    @property
+    def drawn(self) -> int:
+        return len(self.teaching) + len(self.unteaching) + len(self.dropped)
+
+    def finish(self, count: int, shares: Mapping[str, float], seconds: float) -> Round:
+        """Places that are left go to groups that teach nothing, the earliest first."""
+        left = count - len(self.teaching)
+        fill, filtered = self.unteaching[:left], self.unteaching[left:]
+        return Round(
+            groups=tuple(sorted((*self.teaching, *fill), key=_position)),
+            dropped=tuple(self.dropped),
+            filtered=tuple(filtered),
+            unteaching=len(fill),
+            dynamic=self.dynamic,
+            shares=shares,
+            seconds=seconds,
+        )
+
+
+def _position(group: Group) -> int:
+    return group.task.position
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,48 +121,91 @@ class RolloutRunner:
     loop: RolloutLoop
     max_groups: int
     max_consecutive_failed_groups: int
+    in_waves: bool = False
+    """groups in excess of the bound start when all in flight have ended, not as each one ends: slower, but which groups
+    are sampled together does not depend on the clock"""
+    on_group: Callable[[Group], None] | None = None
+    """told of each group as it ends, on the loop's thread: for progress displays and logs"""
     consecutive_failures: int = field(init=False, default=0)
     _scored_once: set[str] = field(init=False, default_factory=set)
     _warned: set[str] = field(init=False, default_factory=set)
     _closed: bool = field(init=False, default=False)
 
-    def play(self, tasks: TaskStream, count: int, policy: GroupPolicy, max_draws: int | None = None) -> Round:
+    def play(
+        self,
+        tasks: TaskStream,
+        count: int,
+        policy: GroupPolicy,
+        max_draws: int | None = None,
+        dynamic: DynamicSampling | None = None,
+    ) -> Round:
         """Play ``count`` groups of tasks drawn from ``tasks`` (fewer only where the stream or ``max_draws`` ends).
 
-        ``max_draws`` bounds the tasks drawn, those that replace dropped ones included.
+        ``max_draws`` bounds the tasks drawn, those that replace dropped and filtered ones included. With ``dynamic``,
+        groups that teach nothing are replaced too.
 
         Raises:
             TooManyFailures: ``max_consecutive_failed_groups`` groups in a row were dropped.
         """
-        return self.loop.run(self._play(tasks, count, policy, max_draws))
+        return self.loop.run(self._play(tasks, count, policy, max_draws, dynamic))
 
-    async def _play(self, tasks: TaskStream, count: int, policy: GroupPolicy, max_draws: int | None) -> Round:
-        began = time.perf_counter()
-        gate = asyncio.Semaphore(policy.max_groups or self.max_groups)
-        kept: list[Group] = []
-        dropped: list[Group] = []
-        while len(kept) < count:
-            wanted = count - len(kept)
+    async def _play(
+        self,
+        tasks: TaskStream,
+        count: int,
+        policy: GroupPolicy,
+        max_draws: int | None,
+        dynamic: DynamicSampling | None,
+    ) -> Round:
+        began, shares, played = time.perf_counter(), tasks.shares, _Played(dynamic is not None)
+        rounds, replaced = dynamic.max_rounds if dynamic is not None else 0, 0
+        while True:
+            if rounds and len(played.unteaching) > replaced:
+                rounds, replaced = rounds - 1, len(played.unteaching)
+            # Groups that teach nothing hold their places where they are not replaced any more.
+            wanted = count - len(played.teaching) - (len(played.unteaching) - replaced)
             if max_draws is not None:
-                wanted = min(wanted, max_draws - len(kept) - len(dropped))
-            drawn = tasks.take(wanted)
+                wanted = min(wanted, max_draws - played.drawn)
+            drawn = tasks.take(max(0, wanted))
             if not drawn:
-                break
-            for group in await gather_or_cancel([self._run_group(task, policy, gate) for task in drawn]):
-                (kept if self._is_of_use(group, policy) else dropped).append(group)
-        return Round(groups=tuple(kept), dropped=tuple(dropped), seconds=time.perf_counter() - began)
+                return played.finish(count, shares, time.perf_counter() - began)
+            for group in await self._play_all(drawn, policy):
+                if not self._is_of_use(group, policy):
+                    played.dropped.append(group)
+                elif dynamic is None or dynamic.teaches(group):
+                    played.teaching.append(group)
+                else:
+                    played.unteaching.append(group)
+
+    async def _play_all(self, drawn: Sequence[Task], policy: GroupPolicy) -> list[Group]:
+        """The groups of ``drawn``, in its order."""
+        limit = policy.max_groups or self.max_groups
+        gate = asyncio.Semaphore(limit)
+        size = limit if self.in_waves else len(drawn)
+        groups: list[Group] = []
+        for start in range(0, len(drawn), size):
+            wave = drawn[start : start + size]
+            groups += await gather_or_cancel([self._run_group(task, policy, gate) for task in wave])
+        return groups
 
     async def _run_group(self, task: Task, policy: GroupPolicy, gate: asyncio.Semaphore) -> Group:
+        policy = policy.of(task.environment)
         context, pool = self.contexts[task.environment], self.pools[task.environment]
         async with gate:
-            group = await GroupRun(context=context, pool=pool, policy=policy, task=task).run()
+            if context.rollout_func is not None:
+                group = await play_custom(context, policy, task)
+            else:
+                group = await GroupRun(context=context, pool=pool, policy=policy, task=task).run()
         self._warn_of_mismatch(group)
+        if self.on_group is not None:
+            self.on_group(group)
         return group
 
     def _is_of_use(self, group: Group, policy: GroupPolicy) -> bool:
         """Whether enough siblings are scored; counts the groups in a row that are not."""
         scored = sum(episode.reward is not None for episode in group.episodes)
         name = group.task.environment
+        policy = policy.of(name)
         self._check_first_reward(group)
         if scored >= min(2, policy.num_generations):
             self.consecutive_failures = 0
@@ -118,6 +229,8 @@ class RolloutRunner:
         name = group.task.environment
         # One episode alone (an evaluation's) may well have earned nothing.
         if name in self._scored_once or group.failures or len(group.episodes) < 2:
+            return
+        if self.contexts[name].reward_sources:  # a reward function may not apply to any of them
             return
         ended = [episode for episode in group.episodes if not episode.truncated]
         if not any(value is not None for episode in group.episodes for value in episode.rewards.values()) and ended:

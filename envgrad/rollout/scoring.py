@@ -7,12 +7,14 @@ reward (or None) per episode and source; ``envgrad.rewards`` makes the sources.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from envgrad.environments.boundary import WorkerPool
 from envgrad.errors import ConfigurationError
+from envgrad.rollout.loop import gather_or_cancel
 from envgrad.types import Episode
 
 
@@ -94,3 +96,61 @@ def check_count(rewards: Sequence[object], episodes: Sequence[Episode], name: st
             f"reward function {name!r} returned {len(rewards)} rewards for {len(episodes)} completions; it must return "
             "a list with one number (or None) for each"
         )
+
+
+def add_component(rewards: Mapping[str, float | None], name: str, value: float | None) -> dict[str, float | None]:
+    """``rewards`` with one component more; one that has the name already is added to, never replaced.
+
+    Example:
+        >>> add_component({"turns": 1.0}, "turns", 0.5), add_component({"turns": 1.0}, "style", None)
+        ({'turns': 1.5}, {'turns': 1.0, 'style': None})
+    """
+    there = rewards.get(name)
+    both = there if value is None else value if there is None else there + value
+    return {**rewards, name: both}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A group's episodes with all their rewards, and what was logged on the way."""
+
+    episodes: tuple[Episode, ...]
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+async def score_group(batch: RewardBatch, sources: Sequence[RewardSource], weights: RewardWeights) -> Scored:
+    """Add each source's component to the episodes and make ``reward`` the weighted sum of all components.
+
+    An episode that its environment cannot score stays unscorable, whatever the sources say. One to which no source
+    applies, and whose environment paid nothing, is unscorable too.
+
+    Raises:
+        RewardFailure, RewardTimeout: a source failed; the group has no reward.
+        ConfigurationError: a source returned what is no list of rewards; ends the run.
+    """
+    if not batch.episodes or not (sources or weights.by_name):
+        return Scored(episodes=batch.episodes)
+    began = time.perf_counter()
+    columns = await gather_or_cancel([source.score(batch) for source in sources])
+    seconds = time.perf_counter() - began
+    scored = []
+    for index, episode in enumerate(batch.episodes):
+        rewards: Mapping[str, float | None] = episode.rewards
+        for source, column in zip(sources, columns, strict=True):
+            rewards = add_component(rewards, source.name, column[index])
+        total = episode.reward
+        if total is not None and rewards:
+            total = weights.total(rewards)
+        extras = {name: values[index] for name, values in batch.log.extras.items()}
+        scored.append(
+            replace(
+                episode,
+                reward=total,
+                rewards=rewards,
+                extras={**episode.extras, **extras},
+                seconds={**episode.seconds, "reward": episode.seconds.get("reward", 0.0) + seconds},
+            )
+        )
+    return Scored(
+        episodes=tuple(scored), metrics={name: tuple(values) for name, values in batch.log.metrics.items()}
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -33,6 +34,16 @@ class AtomicCheckpoints(Trainer):
     def pending_steps(self) -> list[StepItem]:
         """Optimizer steps that were played for and not made yet."""
         return []
+
+    def create_model_card(self, *args: Any, dataset_name: str | None = None, **kwargs: Any) -> None:
+        """``Trainer.create_model_card``; ``dataset_name`` is what trl calls ``dataset``."""
+        if dataset_name is not None:
+            kwargs["dataset"] = dataset_name
+        super().create_model_card(*args, **kwargs)
+
+    def extra_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Weights beside the policy's that training goes on with: ``{stem of the file: weights by name}``."""
+        return {}
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._saving_in is not None:
@@ -63,6 +74,9 @@ class AtomicCheckpoints(Trainer):
         (staging / name / PROGRESS_NAME).write_text(json.dumps(self.progress_state()), encoding="utf-8")
         if steps := self.pending_steps():
             torch.save(steps, staging / name / PENDING_NAME)
+        for stem, weights in self.extra_weights().items():
+            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
+            save_file(tensors, staging / name / f"{stem}.safetensors")
         _sync_tree(staging / name)
         if final.exists():
             shutil.rmtree(final)

@@ -16,15 +16,19 @@ from envgrad.errors import ConfigurationError
 def planned_steps(config: RolloutConfig, epoch_length: int | None) -> int:
     """Optimizer steps of the whole run; ``epoch_length`` is the number of distinct tasks, None if endless.
 
+    Where ``max_steps`` does not say it, the most that epochs allow: tasks that replace dropped or filtered ones count
+    as drawn, so a run with such groups ends earlier.
+
     Raises:
-        ConfigurationError: endless data and no ``max_steps``.
+        ConfigurationError: no ``max_steps``, and data without a known end.
     """
     max_steps: int = config.max_steps
     if max_steps > 0:
         return max_steps
     if epoch_length is None:
         raise ConfigurationError(
-            "max_steps is not set, and the environment has no end (it has no num_tasks(split)): set max_steps > 0"
+            "max_steps is not set, and the tasks have no known end (an environment without num_tasks(split), a "
+            "streaming dataset, or a curriculum, whose passes are not known in advance): set max_steps > 0"
         )
     episodes = _epoch_groups(config, epoch_length) * config.num_generations
     return math.ceil(episodes / config.episodes_per_step) * config.num_iterations

@@ -29,12 +29,17 @@ class EpisodeLog:
         self._counts: dict[str, int] = {}
 
     def write(self, played: Round, *, step: int) -> None:
-        """Append a round's episodes; ``step`` is the optimizer step that the round begins."""
+        """Append a round's scored episodes; ``step`` is the optimizer step that the round begins.
+
+        Those that dynamic sampling replaced, which are not trained, are marked ``filtered``.
+        """
         lines: dict[Path, list[str]] = {}
-        for group in played.groups:
+        filtered = {group.task.key for group in played.filtered}
+        for group in played.scored:
             for episode in group.episodes:
                 path = self._path(episode.task.split)
-                lines.setdefault(path, []).append(json.dumps(episode_record(episode, step), ensure_ascii=False))
+                record = episode_record(episode, step) | {"filtered": group.task.key in filtered}
+                lines.setdefault(path, []).append(json.dumps(record, ensure_ascii=False, default=str))
         for path, rows in lines.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             # A lone surrogate, which utf-8 cannot hold, becomes the escape that JSON has for it.
@@ -71,6 +76,7 @@ def episode_record(episode: Episode, step: int) -> dict[str, Any]:
         "reward": episode.reward,
         "rewards": dict(episode.rewards),
         "stop_reason": str(episode.stop_reason),
+        "extras": dict(episode.extras),
         "turns": len(episode.turns),
         "messages": list(episode.messages),
         "prompt_length": episode.prompt_length,

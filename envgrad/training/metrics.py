@@ -15,19 +15,32 @@ def round_metrics(played: Round) -> dict[str, float]:
     """Metrics of one round: rewards, lengths, turns, tools, stop reasons, failures.
 
     ``reward_std`` is the mean over groups of the siblings' standard deviation, and ``frac_reward_zero_std`` the share
-    of groups in which all siblings earned the same, from which nothing is learned.
+    of groups in which all siblings earned the same, from which nothing is learned. Groups that dynamic sampling
+    replaced (``groups/filtered``) are in all of these: what is trained is chosen by its rewards, so means over it alone
+    would say little of the policy. ``groups/unteaching`` counts those that were trained although they teach nothing,
+    because the bound was reached.
     """
-    episodes = [episode for group in played.groups for episode in group.episodes]
+    groups = played.scored
+    episodes = [episode for group in groups for episode in group.episodes]
     metrics: dict[str, float] = {}
-    metrics |= _reward_metrics(played.groups, episodes)
+    metrics |= _reward_metrics(groups, episodes)
     metrics |= _length_metrics(episodes)
     metrics |= _tool_metrics(episodes)
     for reason in StopReason:
         count = sum(episode.stop_reason is reason for episode in episodes)
         if count:
             metrics[f"stop/{reason}"] = count / len(episodes)
-    metrics["group/start_mismatch"] = _mean(group.start_mismatch is not None for group in played.groups)
+    logged: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for name, values in group.metrics.items():
+            logged[name].extend(values)
+    metrics |= {name: _mean(values) for name, values in logged.items()}
+    metrics["group/start_mismatch"] = _mean(group.start_mismatch is not None for group in groups)
     metrics["groups/dropped"] = float(len(played.dropped))
+    if played.dynamic:
+        metrics["groups/filtered"] = float(len(played.filtered))
+        metrics["groups/unteaching"] = float(played.unteaching)
+    metrics |= {f"curriculum/{name}": share for name, share in played.shares.items()}
     metrics["failures/total"] = float(sum(played.failures.values()))
     for kind, count in played.failures.items():
         metrics[f"failures/{kind}"] = float(count)
@@ -63,13 +76,16 @@ def _reward_metrics(groups: Sequence[Group], episodes: Sequence[Episode]) -> dic
 
 
 def _length_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    lengths = [episode.completion_length for episode in episodes]
-    ended = [episode.completion_length for episode in episodes if not episode.truncated]
+    """Lengths count sampled tokens, as trl's do: tool results and separators are left out."""
+    lengths = [episode.num_sampled_tokens for episode in episodes]
+    ended = [episode.num_sampled_tokens for episode in episodes if not episode.truncated]
     return {
         "completions/mean_length": _mean(lengths),
         "completions/min_length": float(min(lengths, default=0)),
         "completions/max_length": float(max(lengths, default=0)),
         "completions/mean_terminated_length": _mean(ended),
+        "completions/min_terminated_length": float(min(ended, default=0)),
+        "completions/max_terminated_length": float(max(ended, default=0)),
         "completions/clipped_ratio": _mean(episode.truncated for episode in episodes),
         "episodes/turns": _mean(len(episode.turns) for episode in episodes),
         "tokens/sampled": float(sum(episode.num_sampled_tokens for episode in episodes)),
@@ -78,14 +94,23 @@ def _length_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def _tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """``tools/call_frequency``: calls per episode; ``tools/failure_frequency``: share of the calls that failed."""
+    """``tools/call_frequency``: calls per episode; ``tools/failure_frequency``: share of the calls that failed.
+
+    For each tool too, as ``tools/<name>/*``; calls of tools that do not exist count in the totals only.
+    """
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.outcomes]
-    if not outcomes:
-        return {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}
-    return {
-        "tools/call_frequency": len(outcomes) / len(episodes),
+    metrics = {
+        "tools/call_frequency": len(outcomes) / max(len(episodes), 1),
         "tools/failure_frequency": _mean(not outcome.ok for outcome in outcomes),
     }
+    by_tool: dict[str, list[bool]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.tool is not None:
+            by_tool[outcome.tool].append(outcome.ok)
+    for name, succeeded in by_tool.items():
+        metrics[f"tools/{name}/call_frequency"] = len(succeeded) / len(episodes)
+        metrics[f"tools/{name}/failure_frequency"] = _mean(not ok for ok in succeeded)
+    return metrics
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -51,6 +51,7 @@ def load_policy(
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
     config: RolloutConfig,
     peft_config: PeftConfig | None,
+    quantization_config: object = None,
 ) -> Policy:
     """Load what has to be loaded, check it, and put adapters on it where asked.
 
@@ -65,10 +66,18 @@ def load_policy(
         )
     if isinstance(model, (str, Path)):
         kwargs = config.mapping("model_init_kwargs") or {}
+        if quantization_config is not None:
+            if "quantization_config" in kwargs:
+                raise ConfigurationError("quantization_config is in model_init_kwargs too; give it in one place")
+            kwargs["quantization_config"] = quantization_config
         source = _source(str(model), kwargs)
         loaded_model = _load_model(source, kwargs, config)
         loaded_tokenizer = tokenizer or _load_tokenizer(source, kwargs, config)
     else:
+        if quantization_config is not None:
+            raise ConfigurationError(
+                f"quantization_config cannot act: model is a loaded {type(model).__name__}; pass its name or path"
+            )
         if config.model_init_kwargs is not None:
             raise ConfigurationError(
                 f"model_init_kwargs={config.model_init_kwargs} cannot act: model is a loaded {type(model).__name__}. "
@@ -196,6 +205,27 @@ class Reference:
         self._copy: nn.Module | None = None
         if not self._adapters:
             self._copy = copy.deepcopy(model).eval().requires_grad_(False)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it has weights of its own."""
+        return self._copy is not None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Its own weights by name; none where it is the policy with adapters off."""
+        return {} if self._copy is None else dict(self._copy.named_parameters())
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.weights().items():
+            parameter.copy_(weights[name])
+
+    @torch.no_grad()
+    def mix(self, alpha: float) -> None:
+        """``reference = alpha * policy + (1 - alpha) * reference``, weight by weight."""
+        policy = dict(self._policy.named_parameters())
+        for name, parameter in self.weights().items():
+            parameter.lerp_(policy[name].to(parameter), alpha)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[nn.Module]:

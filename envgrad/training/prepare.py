@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from envgrad.algorithms.base import EpisodeKey, ReferenceLogprobs
-from envgrad.algorithms.grpo import training_sample
-from envgrad.logprobs import policy_logprobs
-from envgrad.losses import importance_correction
+from envgrad.algorithms.credit import training_sample
+from envgrad.config.sampler_ratio import SamplerRatioFields
+from envgrad.logprobs import PolicyOutputs, policy_logprobs
+from envgrad.losses import entropy_threshold, importance_correction
 from envgrad.packing import Batch, MicroBatch, PackMode, pack
 from envgrad.training.model import Reference
 from envgrad.types import Group
@@ -35,33 +36,47 @@ class Preparation:
 
     def batch(self, batch: Batch) -> Batch:
         """What a round's samples need from forwards without gradient, before the round's first update."""
-        if self.reference is None and not self.recompute_old:
+        algorithm = self.trainer.algorithm
+        selects = algorithm.top_entropy_quantile < 1
+        if not (algorithm.needs_reference or self.recompute_old or selects):
             return batch
         device = self.trainer.args.device
-        return replace(
-            batch, micro_batches=tuple(self._micro_batch(packed.to(device)) for packed in batch.micro_batches)
-        )
+        passed = [self._micro_batch(packed.to(device)) for packed in batch.micro_batches]
+        micro_batches = [packed for packed, _ in passed]
+        if selects:
+            entropies = [entropy for _, entropy in passed if entropy is not None]
+            micro_batches = select_top_entropy(micro_batches, entropies, algorithm.top_entropy_quantile)
+        return replace(batch, micro_batches=tuple(micro_batches))
 
     @torch.no_grad()
-    def _micro_batch(self, packed: MicroBatch) -> MicroBatch:
+    def _micro_batch(self, packed: MicroBatch) -> tuple[MicroBatch, torch.Tensor | None]:
+        """With reference and old log-probs where they are due; and the entropies, if tokens are selected by them."""
         trainer = self.trainer
-        temperature = trainer.user_args.temperature
-        if self.reference is not None:
+        if self.reference is not None and trainer.algorithm.needs_reference:
             packed = replace(packed, ref_logprobs=self._of_reference(self.reference, packed))
+        selects = trainer.algorithm.top_entropy_quantile < 1
+        if not (self.recompute_old or selects):
+            return packed, None
+        model: nn.Module = trainer.model_wrapped
+        model.eval()
+        with trainer.compute_loss_context_manager():
+            outputs = policy_logprobs(
+                model, packed, temperature=trainer.user_args.temperature, entropy="metric" if selects else "none"
+            )
         if self.recompute_old:
-            model: nn.Module = trainer.model_wrapped
-            model.eval()
-            with trainer.compute_loss_context_manager():
-                outputs = policy_logprobs(model, packed, temperature=temperature, entropy="none")
-            packed = replace(
-                packed,
-                old_logprobs=outputs.logprobs,
-                importance=importance_correction(
-                    outputs.logprobs, packed.sampler_logprobs, packed.sample_index, packed.num_samples,
-                    mode="token_truncate", clip_max=trainer.user_args.sampler_ratio_cap,
-                ),
-            )  # fmt: skip
-        return packed
+            packed = replace(packed, old_logprobs=outputs.logprobs, importance=self._importance(outputs, packed))
+        return packed, outputs.entropy
+
+    def _importance(self, outputs: PolicyOutputs, packed: MicroBatch) -> torch.Tensor | None:
+        """``(N,)`` weights old / sampler, bounded as the configuration says."""
+        config: SamplerRatioFields = self.trainer.user_args
+        mode = config.correction_mode()
+        if mode is None:
+            return None
+        return importance_correction(
+            outputs.logprobs, packed.sampler_logprobs, packed.sample_index, packed.num_samples,
+            mode=mode, clip_min=config.sampler_ratio_min, clip_max=config.sampler_ratio_cap,
+        )  # fmt: skip
 
     def _of_reference(self, reference: Reference, packed: MicroBatch) -> torch.Tensor:
         """``(N,)`` the reference's log-probs of ``packed``'s trained tokens."""
@@ -70,8 +85,13 @@ class Preparation:
             return policy_logprobs(model, packed, temperature=temperature, entropy="none").logprobs
 
     @torch.no_grad()
-    def reference_logprobs(self, groups: Sequence[Group], mode: PackMode, max_tokens: int | None) -> ReferenceLogprobs:
-        """The reference's log-probs of every episode of ``groups``, for a credit that reads them."""
+    def reference_logprobs(
+        self, groups: Sequence[Group], mode: PackMode, max_tokens: int | None, temperature: float | None = None
+    ) -> ReferenceLogprobs:
+        """The reference's log-probs of every episode of ``groups``, for a credit that reads them.
+
+        ``temperature``: that the groups were sampled at, where it is not the run's.
+        """
         if self.reference is None:
             raise AssertionError("an algorithm whose credit reads the reference needs one")
         episodes = [episode for group in groups for episode in group.episodes if any(episode.mask)]
@@ -80,8 +100,40 @@ class Preparation:
         found: dict[EpisodeKey, tuple[float, ...]] = {}
         for packed in batch.micro_batches:
             moved = packed.to(self.trainer.args.device)
+            moved = moved if temperature is None else moved.at_temperature(temperature)
             logprobs, owner = self._of_reference(self.reference, moved).cpu(), packed.sample_index
             for number, index in enumerate(packed.samples):
                 episode = episodes[index]
                 found[episode.task.key, episode.sibling] = tuple(logprobs[owner == number].tolist())
         return found
+
+
+def select_top_entropy(
+    micro_batches: Sequence[MicroBatch], entropies: Sequence[torch.Tensor], share: float
+) -> list[MicroBatch]:
+    """Mark the ``share`` of a step's tokens with the highest entropy as ``selected``, over all its micro-batches.
+
+    The share is of the tokens that an advantage moves; the threshold then holds for all. In trl it is a share of each
+    micro-batch, with the policy of each pass; here it is of the whole optimizer step, with the policy that sampled it
+    (as it was before the round's first update), so that the split changes nothing. Denominators stay those of all
+    trained tokens, as in trl.
+
+    Args:
+        micro_batches: Of one optimizer step.
+        entropies: ``(N,)`` of each one's trained tokens, in nats.
+        share: In [0, 1); 0 leaves the highest entropy alone.
+    """
+    if not micro_batches:
+        return []
+    moved = [
+        entropy[(packed.weights > 0) & (packed.advantages != 0)]
+        for packed, entropy in zip(micro_batches, entropies, strict=True)
+    ]
+    pool = torch.cat(moved) if any(len(found) for found in moved) else torch.cat(list(entropies))
+    threshold = entropy_threshold(pool, share)
+    selected = [(entropy >= threshold).float() for entropy in entropies]
+    total = float(sum(chosen.sum() for chosen in selected))
+    return [
+        replace(packed, selected=chosen, total_selected=total)
+        for packed, chosen in zip(micro_batches, selected, strict=True)
+    ]

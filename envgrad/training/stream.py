@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from envgrad.algorithms.base import Algorithm
+from envgrad.algorithms.base import Algorithm, EpisodeKey
+from envgrad.algorithms.demonstrations import Reprompted
 from envgrad.environments.tasks import TaskStream
 from envgrad.errors import TooManyFailures
 from envgrad.packing import Batch, PackMode, pack
 from envgrad.rollout.group import GroupPolicy
-from envgrad.rollout.runner import RolloutRunner, Round
+from envgrad.rollout.runner import DynamicSampling, RolloutRunner, Round
 from envgrad.training.prepare import Preparation
 from envgrad.types import Group, TrainingSample
 
@@ -35,6 +36,8 @@ class StepItem:
     """0 on the first pass over the round's samples"""
     seconds: dict[str, float]
     """wall-clock seconds that the round took, on its first step: rollout, pack"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """what the round's credit tells, on its first step"""
 
     def without_episodes(self) -> StepItem:
         """The same step as tensors and numbers only."""
@@ -61,6 +64,14 @@ class StepStream:
     """called before each round, so that the sampler serves the weights of now"""
     group_limit: int | None = None
     """tasks drawn in the whole run, where epochs bound it"""
+    max_dynamic_rounds: int | None = None
+    """how often a round replaces groups that teach nothing; None: never"""
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    """environments that are sampled at a temperature of their own"""
+    reprompt: Callable[[Sequence[Group], Sequence[TrainingSample]], Reprompted] | None = None
+    """gives samples the prompts that a teacher reads"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """what the last round's credit told"""
     pending: deque[StepItem] = field(default_factory=deque)
     """what is left of the round that was played last; a checkpoint within a round carries it"""
 
@@ -78,11 +89,13 @@ class StepStream:
         except TooManyFailures:
             self.tasks.load_state_dict(before)  # a checkpoint saved now, and resumed, plays this round anew
             raise
+        self.tasks.observe(played.scored)
         if not played.groups:
             return False
         seconds = {"rollout": time.perf_counter() - began}
         began = time.perf_counter()
-        batches = [self.prepare.batch(self._pack(samples)) for samples in self._steps(played)]
+        hot = {group.task.key: self.temperatures.get(group.task.environment) for group in played.groups}
+        batches = [self.prepare.batch(self._pack(samples, hot)) for samples in self._steps(played)]
         seconds["pack"] = time.perf_counter() - began
         for iteration in range(self.num_iterations):
             for index, batch in enumerate(batches):
@@ -93,50 +106,86 @@ class StepStream:
                         played=played if first else None,
                         iteration=iteration,
                         seconds=seconds if first else {},
+                        metrics=self.metrics if first else {},
                     )
                 )
         return True
 
     def _play(self) -> Round:
         count = self.episodes_per_round // self.policy.num_generations
-        if self.group_limit is not None:
-            left = self.group_limit - self.tasks.position
-            return self.runner.play(self.tasks, min(count, left), self.policy, left) if left > 0 else Round(groups=())
-        return self.runner.play(self.tasks, count, self.policy)
+        dynamic = None
+        if self.max_dynamic_rounds is not None:
+            dynamic = DynamicSampling(teaches=self._teaches, max_rounds=self.max_dynamic_rounds)
+        if self.group_limit is None:
+            return self.runner.play(self.tasks, count, self.policy, dynamic=dynamic)
+        left = self.group_limit - self.tasks.position
+        if left <= 0:
+            return Round(groups=())
+        return self.runner.play(self.tasks, min(count, left), self.policy, left, dynamic)
+
+    def _teaches(self, group: Group) -> bool:
+        """Whether the algorithm gives an advantage to anything in ``group``: in GRPO, whether its rewards vary.
+
+        Where the credit reads the reference's log-probs, or a teacher is asked later, the rewards decide.
+        """
+        if self.algorithm.credit_reads_reference or self.algorithm.teacher is not None:
+            return len(set(group.scored_rewards)) > 1
+        return any(any(sample.advantages) for sample in self.algorithm.credit([group]))
 
     def _steps(self, played: Round) -> list[list[TrainingSample]]:
-        reference = None
+        reference: dict[EpisodeKey, tuple[float, ...]] | None = None
         if self.algorithm.credit_reads_reference:
-            reference = self.prepare.reference_logprobs(played.groups, self.pack_mode, self.max_tokens)
+            reference = {}
+            for temperature in {self.temperatures.get(group.task.environment): None for group in played.groups}:
+                own = [one for one in played.groups if self.temperatures.get(one.task.environment) == temperature]
+                reference |= self.prepare.reference_logprobs(own, self.pack_mode, self.max_tokens, temperature)
         samples = self.algorithm.credit(played.groups, reference)
-        return split_round(played.groups, samples, self.episodes_per_step, self.policy.num_generations)
+        if self.reprompt is not None:
+            reprompted = self.reprompt(played.groups, samples)
+            samples, self.metrics = reprompted.samples, dict(reprompted.metrics)
+        return split_round(played.groups, samples, self.episodes_per_step, self.policy)
 
-    def _pack(self, samples: Sequence[TrainingSample]) -> Batch:
+    def _pack(self, samples: Sequence[TrainingSample], temperatures: Mapping[str, float | None]) -> Batch:
+        """One step's samples; those of one temperature (by group, None for the run's) share micro-batches."""
         totals = self.algorithm.totals(samples)
-        return pack(
-            samples,
-            self.algorithm.weights(samples, totals),
-            totals=totals,
-            max_tokens=self.max_tokens,
-            mode=self.pack_mode,
-            skip_zero_advantages=self.algorithm.skips_zero_advantages,
+        weights = self.algorithm.weights(samples, totals)
+        own = [temperatures[sample.group] for sample in samples]
+        parts = []
+        for temperature in dict.fromkeys(own) or (None,):
+            part = pack(
+                samples,
+                # Weight 0 leaves a sample out, and keeps its number.
+                [weight if at == temperature else 0.0 for weight, at in zip(weights, own, strict=True)],
+                totals=totals,
+                max_tokens=self.max_tokens,
+                mode=self.pack_mode,
+                skip_zero_advantages=self.algorithm.skips_zero_advantages,
+            )
+            if temperature is not None:
+                part = replace(part, micro_batches=tuple(one.at_temperature(temperature) for one in part.micro_batches))
+            parts.append(part)
+        return replace(
+            parts[0],
+            micro_batches=tuple(one for part in parts for one in part.micro_batches),
+            num_required_tokens=sum(part.num_required_tokens for part in parts),
         )
 
 
 def split_round(
-    groups: Sequence[Group], samples: Sequence[TrainingSample], episodes_per_step: int, num_generations: int
+    groups: Sequence[Group], samples: Sequence[TrainingSample], episodes_per_step: int, policy: GroupPolicy
 ) -> list[list[TrainingSample]]:
     """Cut a round's samples into optimizer steps of ``episodes_per_step`` episodes, in group order.
 
     Places are counted by group and sibling, so that a dropped episode leaves its step smaller and shifts no other. A
-    step that lost all its samples is kept, empty: the step counts.
+    step that lost all its samples is kept, empty: the step counts. Where environments have group sizes of their own,
+    every group counts as ``num_generations`` episodes, and a step holds whole groups.
     """
     if not groups:
         return []
-    place = {group.task.key: index * num_generations for index, group in enumerate(groups)}
-    total = len(groups) * num_generations
+    place = {group.task.key: index * policy.num_generations for index, group in enumerate(groups)}
+    total = len(groups) * policy.num_generations
     steps: list[list[TrainingSample]] = [[] for _ in range(-(-total // episodes_per_step))]
     for sample in samples:
-        sibling = sample.episode.sibling if sample.episode is not None else 0
+        sibling = sample.episode.sibling if sample.episode is not None and not policy.sizes else 0
         steps[(place[sample.group] + sibling) // episodes_per_step].append(sample)
     return steps

@@ -29,19 +29,27 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from envgrad.algorithms.base import Algorithm
 from envgrad.attention import use_envgrad_attention
 from envgrad.config import RolloutConfig, round_size
+from envgrad.environments.tasks import TaskStream
 from envgrad.errors import ConfigurationError, TooManyFailures
+from envgrad.evaluation.summary import evaluation_metrics
 from envgrad.logprobs import check_packed_forward, install_policy_forward, policy_logprobs
 from envgrad.losses import LossInputs, LossOutputs, Metric, merge_metrics
 from envgrad.packing import MicroBatch, PackMode
 from envgrad.rollout.runner import Round
 from envgrad.training.checkpoint import AtomicCheckpoints, load_pending, load_progress
 from envgrad.training.clock import ClockCallback, planned_groups, planned_steps
+from envgrad.training.completions import completion_log
 from envgrad.training.episode_log import EpisodeLog
+from envgrad.training.generation import Generated, generate
+from envgrad.training.inputs import UserInputs
 from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.model import Reference, has_dropout, is_half_precision, load_policy
 from envgrad.training.prepare import Preparation
-from envgrad.training.rollouts import EnvironmentFactory, Rollouts
+from envgrad.training.reference import REFERENCE_NAME, sync_reference
+from envgrad.training.rollouts import Rollouts
 from envgrad.training.stream import StepItem, StepStream
+from envgrad.training.teacher import Teacher
+from envgrad.types import Message
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +61,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         model: A name, a path (a folder or a ``.gguf`` file), ``"starter"``, or a loaded causal language model.
         args: The configuration.
         algorithm: Credit and loss.
-        environment_factory: A zero-argument callable that makes an environment, or ``{name: callable}`` for a mixture.
+        inputs: Environments, datasets, reward functions, tools.
         processing_class: The tokenizer; loaded from the model's place if None.
         callbacks: ``transformers.TrainerCallback``s, added to the usual ones.
         optimizers: ``(optimizer, scheduler)`` instead of those that ``args`` describes.
@@ -71,27 +79,29 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         model: str | Path | PreTrainedModel,
         args: RolloutConfig,
         algorithm: Algorithm,
+        inputs: UserInputs,
         *,
-        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
         if args.world_size > 1:
             raise ConfigurationError(f"{args.world_size} processes were started; this version trains in one process")
         set_seed(args.seed)  # before the model: adapters are initialised at random
-        policy = load_policy(model, processing_class, args, peft_config)
+        policy = load_policy(model, processing_class, args, peft_config, quantization_config)
         self.algorithm = algorithm
         self.user_args = args
-        self.rollouts = Rollouts(policy, args, environment_factory)
+        self.rollouts = Rollouts(policy, args, inputs, self)
         with contextlib.ExitStack() as undo:
             undo.callback(self.rollouts.close)
             self._tasks = self.rollouts.train_tasks()
-            self._beginning = self._tasks.state_dict()
+            self.algorithm = algorithm.with_reward_weights(self.rollouts.reward_weights.by_name)
+            self._beginning = self.progress_state()
             install_policy_forward(policy.base)
-            self._pack_mode = _pack_mode(policy.base)
-            _check_attention(args, self._pack_mode)
+            self.pack_mode = _pack_mode(policy.base)
+            _check_attention(args, self.pack_mode)
             use_cache = policy.base.config.use_cache
             super().__init__(
                 model=policy.model,
@@ -106,15 +116,34 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
                 trainer=self,
                 # Behind Trainer, which puts the model on its device.
                 reference=Reference(policy.model) if needs_reference else None,
-                recompute_old=has_dropout(policy.model) or inexact,
+                recompute_old=has_dropout(policy.model) or inexact or inputs.rollout_func is not None,
             )
+            self.teacher = self._teacher(policy.model)
+            self._sync_reference = sync_reference(args, self.preparation.reference)
+            if self._sync_reference is not None:
+                self.add_callback(self._sync_reference)
             policy.base.config.use_cache = use_cache  # Trainer sets it for its own forwards; a saved model wants it on
             undo.pop_all()
         self._averages = MetricAverages()
         self._stream: StepStream | None = None
         self.episode_log = EpisodeLog(Path(args.output_dir) / "episodes") if args.log_episodes else None
+        self.completion_log = completion_log(args, self.args.report_to)
         self.last_round: Round | None = None
         self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks))
+
+    def _teacher(self, policy: nn.Module) -> Teacher | None:
+        """What the algorithm distils from; it follows the training as a callback."""
+        if self.algorithm.teacher is None:
+            return None
+        teacher = Teacher(
+            self.algorithm.teacher,
+            policy,
+            renderer=self.rollouts.renderer,
+            temperature=self.user_args.temperature,
+            autocast=self.accelerator.autocast,
+        )
+        self.add_callback(teacher)
+        return teacher
 
     # -- the loop, as transformers.Trainer calls it
 
@@ -140,15 +169,18 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
             self._stream = StepStream(
                 tasks=self._tasks,
                 runner=runner,
-                policy=self.rollouts.group_policy(config.num_generations),
+                policy=self.rollouts.train_policy(),
                 algorithm=self.algorithm,
                 episodes_per_round=round_size(config),
                 episodes_per_step=config.episodes_per_step,
                 num_iterations=config.num_iterations,
                 max_tokens=config.max_tokens_per_microbatch,
-                pack_mode=self._pack_mode,
+                pack_mode=self.pack_mode,
                 prepare=self.preparation,
                 group_limit=planned_groups(config, self._tasks.epoch_length),
+                max_dynamic_rounds=config.dynamic_rounds(),
+                temperatures=self.rollouts.temperatures,
+                reprompt=None if self.teacher is None else self.teacher.reprompt,
                 publish=lambda: self.rollouts.publish(self.state.global_step),
             )
         return self._stream
@@ -169,6 +201,10 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         began = time.perf_counter()
         if inputs.played is not None:
             self._record_round(inputs.played)
+            if self.completion_log is not None:
+                items = [inputs, *(self._stream.pending if self._stream is not None else ())]
+                samples = [sample for item in items for sample in item.batch.samples]
+                self.completion_log.record(inputs.played, samples)
         model.train()
         # With nothing to learn from there is no backward: weights and optimizer state stay; the step counts.
         loss = torch.zeros((), device=self.args.device)
@@ -180,8 +216,12 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
             self.accelerator.backward(outputs.loss)
             loss += outputs.loss.detach()
             parts.append(outputs.metrics)
+        metrics = merge_metrics(parts)
+        if parts:
+            self.algorithm.after_step(metrics)
         self._averages.add(
-            merge_metrics(parts)
+            metrics
+            | inputs.metrics
             | {f"time/{name}": seconds for name, seconds in inputs.seconds.items()}
             | {
                 "time/train": time.perf_counter() - began,
@@ -193,9 +233,10 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
 
     def _forward_loss(self, model: nn.Module, packed: MicroBatch) -> LossOutputs:
         """One micro-batch's share of the loss."""
-        temperature = self.user_args.temperature
+        temperature, entropy = self.user_args.temperature, self.algorithm.entropy
+        signal = None if self.teacher is None else self.teacher.signal(packed)
         with self.compute_loss_context_manager():
-            outputs = policy_logprobs(model, packed, temperature=temperature, entropy=self.algorithm.entropy)
+            outputs = policy_logprobs(model, packed, temperature=temperature, entropy=entropy, teacher=signal)
             return self.algorithm.loss(LossInputs.of(packed, outputs))
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,6 +260,8 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         if "loss" in logs or "train_runtime" in logs:
             logs = logs | self._averages.take()
         super().log(logs, start_time)
+        if self.completion_log is not None and "loss" in logs:
+            self.completion_log.show(self.state.global_step)
 
     def floating_point_ops(self, inputs: StepItem) -> int:
         """Six per parameter and forwarded token (forward and backward); attention is left out."""
@@ -230,32 +273,46 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Play ``eval_tasks`` tasks of ``split="eval"``, the same ones every time; log ``<prefix>_reward`` and others.
+        """Play the evaluation's tasks, the same ones every time; log ``<prefix>_reward`` and others.
+
+        They are the rows of ``eval_dataset`` (of this call, or of construction), or without one ``eval_tasks`` tasks of
+        the environments' ``split="eval"``. Of ``{name: dataset}`` each is played and logged as ``<prefix>_<name>_*``.
+        ``<prefix>_reward_ci95`` is half of its 95% interval over tasks; ``<prefix>_pass@k`` counts episodes with a reward
+        of at least ``eval_success_reward``.
 
         Raises:
-            ConfigurationError: ``eval_dataset`` is given: the environment owns the evaluation tasks.
+            ConfigurationError: there is no environment, and no dataset to evaluate on.
         """
-        if eval_dataset is not None:
-            raise ConfigurationError(
-                "evaluate() draws its tasks from the environment's split='eval'; drop eval_dataset"
-            )
-        played = self.play_eval()
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in round_metrics(played).items()}
-        metrics[f"{metric_key_prefix}_time/rollout"] = played.seconds
+        streams = self.rollouts.eval_streams(eval_dataset)
+        if not streams:
+            raise ConfigurationError("nothing to evaluate on: there is no environment; pass eval_dataset=")
+        metrics: dict[str, float] = {}
+        for name, (tasks, count) in streams.items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            played = self.play_eval(tasks, count)
+            figures = round_metrics(played) | evaluation_metrics(played, self.user_args.eval_success_reward)
+            metrics |= {f"{prefix}_{key}": value for key, value in figures.items()}
+            metrics[f"{prefix}_time/rollout"] = played.seconds
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def play_eval(self) -> Round:
-        """The episodes that ``evaluate`` scores."""
+    def play_eval(self, tasks: TaskStream | None = None, count: int | None = None) -> Round:
+        """The episodes that ``evaluate`` scores: ``count`` of ``tasks``, or ``eval_tasks`` of the environments' own."""
         config = self.user_args
         with self.rollouts.open() as runner:
             self.rollouts.publish(self.state.global_step)
-            policy = self.rollouts.group_policy(config.num_generations_eval or 1)
-            played = runner.play(self.rollouts.eval_tasks(), config.eval_tasks, policy)
+            policy = self.rollouts.group_policy(config.num_generations_eval or 1, config.per_device_eval_batch_size)
+            played = runner.play(tasks or self.rollouts.eval_tasks(), count or config.eval_tasks, policy)
         if self.episode_log is not None:
             self.episode_log.write(played, step=self.state.global_step)
         return played
+
+    def generate(
+        self, prompts: Sequence[str | list[Message] | list[int]], *, max_tokens: int | None = None
+    ) -> list[Generated]:
+        """The policy's answers to ``prompts``, with token ids and log-probs: for a ``rollout_func``."""
+        return generate(self.rollouts, prompts, max_tokens=max_tokens)
 
     def _validate_args(self) -> None:
         """Evaluation needs no dataset here."""
@@ -264,19 +321,30 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         self.args.eval_strategy = strategy
 
     def progress_state(self) -> dict[str, Any]:
-        """The task stream's position, for a checkpoint."""
-        return {"tasks": self._tasks.state_dict()}
+        """The task stream's position and the algorithm's own state, for a checkpoint."""
+        return {"tasks": self._tasks.state_dict(), "algorithm": self.algorithm.state_dict()}
 
     def pending_steps(self) -> list[StepItem]:
         """What is left of the round in hand, without its episodes, which are in the log."""
         return [] if self._stream is None else [item.without_episodes() for item in self._stream.pending]
 
+    def extra_weights(self) -> dict[str, dict[str, Tensor]]:
+        """The reference and the teacher, where they move."""
+        reference = {} if self._sync_reference is None else {REFERENCE_NAME: self._sync_reference.reference.weights()}
+        return reference if self.teacher is None else reference | self.teacher.extra_weights()
+
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Put the tasks where the checkpoint left them, or at the beginning, before the first of them is drawn."""
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        self._tasks.load_state_dict(self._beginning if checkpoint is None else load_progress(checkpoint)["tasks"])
+        progress = self._beginning if checkpoint is None else load_progress(checkpoint)
+        self._tasks.load_state_dict(progress["tasks"])
+        self.algorithm.load_state_dict(progress["algorithm"])
         if checkpoint is not None and self._stream is not None:
             self._stream.pending.extend(load_pending(checkpoint))
+        if checkpoint is not None and self._sync_reference is not None:
+            self._sync_reference.load(checkpoint)
+        if checkpoint is not None and self.teacher is not None:
+            self.teacher.load(checkpoint)
         epochs, steps = super()._init_training_state(max_steps, *args, **kwargs)
         return epochs, steps
 

@@ -1,0 +1,152 @@
+"""The user's own rollouts (``rollout_func``): one call plays a whole group, and its token ids become episodes.
+
+Consumes a task's prompt, once for each sibling; produces a ``Group`` that reward functions have scored. What the
+function returns::
+
+    prompt_ids       one list of ids per sibling
+    completion_ids   one list of ids per sibling: the policy's tokens, and what the world answered between them
+    logprobs         one list per sibling, as long as its completion; None or NaN where unknown
+    env_mask         optional: 1 where the policy produced the token, 0 where the world did
+    anything else    a column for the reward functions: a list with a value per sibling, or one value for all
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from envgrad.environments.boundary import call_user
+from envgrad.environments.results import opening_messages
+from envgrad.errors import ConfigurationError, EnvironmentFailure, EpisodeFailure
+from envgrad.rollout.context import EpisodeContext, value_or_failure
+from envgrad.rollout.group import GroupPolicy
+from envgrad.rollout.row import TokenRow
+from envgrad.rollout.scoring import RewardBatch, RewardLog, score_group
+from envgrad.types import Episode, FailedEpisode, Group, StopReason, Task, Turn
+
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+_WHERE = "rollout_func"
+
+
+async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) -> Group:
+    """One call of ``rollout_func`` with the task's prompt ``num_generations`` times, read and scored.
+
+    Raises:
+        ConfigurationError: it returned something that cannot be read as a group; names what, and the rule.
+    """
+    count = policy.num_generations
+    prompt = (task.row or {}).get("prompt")
+    function = context.rollout_func
+    if function is None:
+        raise AssertionError("this context has no rollout_func")
+    try:
+        outcome = await call_user(
+            _WHERE, function, [copy.deepcopy(prompt) for _ in range(count)], workers=context.workers, timeout=None
+        )
+        output = value_or_failure(outcome, _WHERE, EnvironmentFailure, None)
+        episodes = read_rollouts(context, task, output, count)
+        batch = RewardBatch(
+            episodes=episodes,
+            environments=None,
+            log=RewardLog(),
+            workers=context.workers,
+            timeout=context.limits.reward_timeout,
+        )
+        scored = await score_group(batch, context.reward_sources, context.reward_weights)
+    except EpisodeFailure as failure:
+        failures = [
+            FailedEpisode(task=task, sibling=number, attempts=1, kind=failure.kind, error=failure)
+            for number in range(count)
+        ]
+        return Group(task=task, episodes=(), failures=tuple(failures))
+    return Group(task=task, episodes=scored.episodes, metrics=scored.metrics)
+
+
+def read_rollouts(context: EpisodeContext, task: Task, output: object, count: int) -> tuple[Episode, ...]:
+    """What ``rollout_func`` returned, as ``count`` episodes of one turn each.
+
+    Raises:
+        ConfigurationError: a missing key, a wrong number of rollouts, or lists of different lengths.
+    """
+    if not isinstance(output, Mapping):
+        raise ConfigurationError(f"{_WHERE} returned a {type(output).__name__}; it must return a dict with {REQUIRED}")
+    if missing := [key for key in REQUIRED if key not in output]:
+        raise ConfigurationError(f"{_WHERE} returned no {missing}, only {sorted(output)}; it must return {REQUIRED}")
+    for key in (*REQUIRED, *(["env_mask"] if output.get("env_mask") is not None else [])):
+        if not isinstance(output[key], Sequence) or len(output[key]) != count:
+            got = len(output[key]) if isinstance(output[key], Sequence) else repr(output[key])
+            raise ConfigurationError(
+                f"{_WHERE} returned {key} for {got} rollouts, but it was given {count} prompts; "
+                "return one rollout for each prompt"
+            )
+    columns = {key: value for key, value in output.items() if key not in (*REQUIRED, "env_mask")}
+    return tuple(_episode(context, task, output, columns, number) for number in range(count))
+
+
+def _episode(
+    context: EpisodeContext, task: Task, output: Mapping[str, Any], columns: Mapping[str, Any], number: int
+) -> Episode:
+    prompt_ids = _ids(output["prompt_ids"][number], "prompt_ids", number)
+    completion = _ids(output["completion_ids"][number], "completion_ids", number)
+    logprobs = [math.nan if value is None else float(value) for value in output["logprobs"][number]]
+    given = output.get("env_mask")
+    mask = [1] * len(completion) if given is None else [int(bool(value)) for value in given[number]]
+    if not prompt_ids or not len(completion) == len(logprobs) == len(mask):
+        raise ConfigurationError(
+            f"{_WHERE}: rollout {number} has {len(prompt_ids)} prompt ids, {len(completion)} completion ids, "
+            f"{len(logprobs)} logprobs and {len(mask)} mask values; the prompt must not be empty, and the last three "
+            "must have one length"
+        )
+    if len(prompt_ids) + len(completion) > context.limits.max_context:
+        raise ConfigurationError(
+            f"{_WHERE}: rollout {number} has {len(prompt_ids)} + {len(completion)} tokens, but the model's context "
+            f"holds {context.limits.max_context}; end episodes before it is full"
+        )
+    row = TokenRow(prompt_ids)
+    version = context.sampler.policy_version
+    for token, logprob, trained in zip(completion, logprobs, mask, strict=True):
+        if trained:
+            row.add_sampled([token], [logprob], version=version)
+        else:
+            row.add_given([token])
+    ended = bool(completion) and completion[-1] in context.renderer.stop_token_ids
+    prompt = (task.row or {}).get("prompt")
+    read = context.renderer.read_text(completion)
+    columns = {key: value[number] if isinstance(value, list) else value for key, value in columns.items()}
+    return Episode(
+        task=replace(task, row={**(task.row or {}), **columns}),
+        sibling=number,
+        token_ids=tuple(row.token_ids),
+        mask=tuple(row.mask),
+        logprobs=tuple(row.logprobs),
+        versions=tuple(row.versions),
+        prompt_length=len(prompt_ids),
+        messages=(*opening_messages(None, prompt, _WHERE), read.message),
+        turns=(
+            Turn(
+                start=len(prompt_ids),
+                num_tokens=len(completion),
+                policy_version=version,
+                message=read.message,
+                text=read.text,
+            ),
+        ),
+        stop_reason=StopReason.ANSWER if ended else StopReason.MAX_COMPLETION_LENGTH,
+        reward=0.0,
+        plain_prompt=prompt if isinstance(prompt, str) else None,
+    )
+
+
+def _ids(value: Any, key: str, number: int) -> list[int]:
+    """Token ids from a list or a tensor.
+
+    Raises:
+        ConfigurationError: something else.
+    """
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, Sequence) or not all(isinstance(item, int) for item in items):
+        raise ConfigurationError(f"{_WHERE}: {key}[{number}] is {value!r}; it must be a list of token ids")
+    return list(items)

@@ -1,0 +1,178 @@
+"""How the siblings of one group are started: alike, each with its own view of the global random generators.
+
+Consumes a task; produces ``EpisodeStart``s, and the first difference between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from envgrad.environments.boundary import Ok, Raised, call_user
+from envgrad.environments.isolation import Stream, loaded_generators, use
+from envgrad.environments.pool import InstancePool
+from envgrad.environments.sources import hash63
+from envgrad.environments.start import SiblingStart, fork_instance, start_difference, told_state
+from envgrad.errors import EnvironmentFailure, ResetTimeout
+from envgrad.rollout.context import EpisodeContext, value_or_failure
+from envgrad.rollout.opening import EpisodeStart, Opening, start
+from envgrad.types import Task
+
+
+@dataclass(slots=True)
+class Starter:
+    """Starts instances of one group."""
+
+    context: EpisodeContext
+    pool: InstancePool
+    task: Task
+    opening: Opening | None = None
+    """the first sibling's: equal ones are not rendered again"""
+    pristine: EpisodeStart | None = None
+    """a fork that is never played, for retries"""
+
+    async def fresh(self) -> EpisodeStart:
+        """An instance of the pool, reset to the task.
+
+        An environment's first start shows whether it draws from the global generators; others wait for it.
+
+        Raises:
+            EpisodeFailure: there is no instance, or it cannot be reset; it is closed then.
+        """
+        isolation = self.context.isolation
+        if not isolation.settled:
+            if isolation.probing is None:
+                return await self._probe()
+            await isolation.probing.wait()
+        return await self._start(isolation.stream(self._seed))
+
+    @property
+    def _seed(self) -> int:
+        """Of the group's streams: retries and siblings begin with the same numbers."""
+        return hash63("generators", self.task.seed)
+
+    async def _probe(self) -> EpisodeStart:
+        spec, isolation, stream = self.context.spec, self.context.isolation, Stream(self._seed)
+        known = loaded_generators()
+        isolation.probing = asyncio.Event()
+        isolation.draws_at_birth = bool(spec.factory_draws)  # the factory's first call may only have imported something
+        begin: EpisodeStart | None = None
+        try:
+            begin = await self._start(stream)
+            while loaded_generators() - known:  # it was the first to import numpy, say: nobody saw what it drew
+                known, stream = loaded_generators(), Stream(self._seed)
+                again, begin = begin, None
+                await self.pool.discard(again.instance)
+                begin = await self._start(stream)
+        finally:
+            drawn = stream.drawn()
+            if begin is not None or drawn:  # a start that failed half-way proves nothing
+                isolation.settle(drawn, spec.name)
+            isolation.probing.set()
+            isolation.probing = None
+        begin.stream = stream.copy(isolation.names) if isolation.active else None
+        return begin
+
+    async def _start(self, stream: Stream | None) -> EpisodeStart:
+        instance = await self._acquire(stream)
+        begin: EpisodeStart | None = None
+        try:
+            with use(stream):
+                begin = await start(self.context, instance, self.task, self.opening)
+        finally:
+            if begin is None:
+                await self.pool.discard(instance)
+        begin.stream = stream
+        return begin
+
+    async def _acquire(self, stream: Stream | None) -> object:
+        """An instance of the pool; a new one, built with ``stream``, if the factory draws."""
+        isolation = self.context.isolation
+        if stream is None or not isolation.draws_at_birth:
+            return await self.pool.acquire()
+        await self.pool.close_free()
+        with use(stream):
+            instance = await self.pool.acquire()
+        if not isolation.settled:
+            isolation.draws_at_birth = bool(stream.drawn())
+        return instance
+
+    async def fork(self, begin: EpisodeStart) -> EpisodeStart:
+        """A new instance in the state of ``begin``, from which the pool closes it.
+
+        Raises:
+            EnvironmentFailure: ``fork()`` raised or took too long.
+        """
+        where, timeout = f"{self.context.spec.name}.fork", self.context.limits.reset_timeout
+        stream = None if begin.stream is None else begin.stream.copy()
+        with use(stream):
+            outcome = await call_user(
+                where, fork_instance, begin.instance, workers=self.context.workers, timeout=timeout
+            )
+        match outcome:
+            case Ok(value=copy):
+                self.pool.adopt(copy)
+                return EpisodeStart(instance=copy, opening=begin.opening, stream=stream)
+            case Raised(error=error):
+                raise EnvironmentFailure(f"{where} raised {type(error).__name__}: {error}") from error
+        raise EnvironmentFailure(f"{where} took longer than {timeout} s")
+
+    async def end(self, begin: EpisodeStart) -> None:
+        """Give an instance back, or close it if it cannot be reset to another task."""
+        isolation = self.context.isolation
+        # Forked instances are not reset again: another group is forked from its own.
+        if begin.usable and self.pristine is None and not isolation.draws_at_birth:
+            self.pool.release(begin.instance)
+        else:
+            await self.pool.discard(begin.instance)
+
+    async def end_pristine(self) -> None:
+        pristine, self.pristine = self.pristine, None
+        if pristine is not None:
+            await self.pool.discard(pristine.instance)
+
+
+async def find_mismatch(context: EpisodeContext, begun: Sequence[EpisodeStart]) -> str | None:
+    """Where a sibling's start differs first from the first sibling's: see ``environments.start``; None if none does.
+
+    Raises:
+        EpisodeFailure: ``start_state()`` raised or took too long.
+        EnvironmentContractError: ``start_state`` is async.
+    """
+    if len(begun) < 2:
+        return None
+    states = await _told_states(context, begun) if context.spec.has_start_state else [b.instance for b in begun]
+    first, *others = (
+        SiblingStart(
+            messages=begin.opening.messages,
+            tools=begin.opening.schemas or (),
+            state=state,
+            state_path="start_state()" if context.spec.has_start_state else "",
+            stream=begin.stream,
+        )
+        for begin, state in zip(begun, states, strict=True)
+    )
+    return next((found for other in others if (found := start_difference(first, other)) is not None), None)
+
+
+async def _told_states(context: EpisodeContext, begun: Sequence[EpisodeStart]) -> list[object]:
+    """What ``start_state()`` says of each, on a copy of its stream: to look at a start does not change it."""
+    spec, timeout = context.spec, context.limits.reset_timeout
+    where = f"{spec.name}.start_state"
+
+    def tell(instances: Sequence[object]) -> list[object]:
+        return [told_state(instance, spec) for instance in instances]
+
+    batches = [begun] if begun[0].stream is None else [[begin] for begin in begun]
+    states: list[object] = []
+    for batch in batches:
+        stream = batch[0].stream
+        with use(None if stream is None else stream.copy()):
+            instances = [begin.instance for begin in batch]
+            outcome = await call_user(where, tell, instances, workers=context.workers, timeout=timeout)
+        told = value_or_failure(outcome, where, ResetTimeout, timeout)
+        if not isinstance(told, list):
+            raise AssertionError(told)
+        states.extend(told)
+    return states

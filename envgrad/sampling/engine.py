@@ -142,7 +142,7 @@ class Engine:
                     sources.extend([rows] * len(followers))
                 rows += 1
         for request, head in self.scheduler.ready.items():
-            slots.extend(slot for slot in self.scheduler.busy() if slot.request is request)
+            slots.append(self.scheduler.slot_of(request))
             parts.append(head.unsqueeze(0))
             sources.append(rows)
             rows += 1

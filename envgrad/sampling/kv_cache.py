@@ -267,16 +267,18 @@ def _partition(rows: Sequence[StepRow]) -> list[list[int]]:
     longer = [index for index, (_, _, size) in enumerate(rows) if size > 1]
     longer.sort(key=lambda index: (rows[index].start > 0, rows[index].size, rows[index].start, index))
     current: list[int] = []
+    keys = 0
+
     for index in longer:
         row = rows[index]
+        keys = max(keys, row.start + row.size)
         if current:
             first = rows[current[0]]
-            keys = max(row.start + row.size, *(rows[other].start + rows[other].size for other in current))
             fits = row.start == 0 or (len(current) + 1) * row.size * keys <= _MASK_ELEMENTS
             if (first.start > 0) == (row.start > 0) and row.size <= 1.5 * first.size and fits:
                 current.append(index)
                 continue
-        current = [index]
+        current, keys = [index], row.start + row.size
         groups.append(current)
     return groups
 

@@ -275,7 +275,7 @@ class LocalSampler:
         started = time.perf_counter()
         expected = self._turnaround.expected(started)
         while expected:
-            here = len(self._engine.scheduler.requests()) + sum(one.kind == "request" for one in self._events)
+            here = self._engine.scheduler.num_requests + sum(one.kind == "request" for one in self._events)
             timeout = self._turnaround.worth(expected, here, started) - time.perf_counter()
             if timeout <= 0:
                 break

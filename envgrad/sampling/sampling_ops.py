@@ -7,6 +7,7 @@ batch, on the order of arrival, or on any generator's state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -144,7 +145,7 @@ def sample_tokens(
     # one transfer for both: token ids are exact in either float type
     pair = torch.cat((tokens.to(wide), picked.to(wide)), dim=1).tolist()
     values = [row[1] for row in pair]
-    if any(value != value for value in values):
+    if math.isnan(sum(values)):  # of any of them
         bad = next(row for row, value in enumerate(values) if value != value)
         raise FloatingPointError(
             f"the model's logits are not finite in row {bad} of {len(values)}; the weights have diverged "

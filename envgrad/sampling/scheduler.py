@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -60,6 +60,10 @@ class Scheduler:
         self._heads: OrderedDict[str, tuple[list[int], Tensor]] = OrderedDict()
         self._evicted: dict[str, int] = {}
         self._followers: dict[Request, list[Slot]] = {}
+        self._free: dict[Slot, None] = {}
+        """slots without a session"""
+        self._busy: dict[Slot, None] = {}
+        """slots with a request"""
         self.ready: dict[Request, Tensor] = {}
         """requests whose whole prompt was copied from siblings, with the logits of its last position"""
 
@@ -80,7 +84,9 @@ class Scheduler:
             if slot.request is not None:
                 self._release(slot)
             slot.session = None
-        self.waiting = [one for one in self.waiting if one.session.key != session.key]
+            self._free[slot] = None
+        if self.waiting:
+            self.waiting = [one for one in self.waiting if one.session.key != session.key]
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -92,26 +98,37 @@ class Scheduler:
         if slot is not None and slot.request is request:
             self._release(slot)
 
-    def busy(self) -> Iterator[Slot]:
-        return (slot for slot in self.slots if slot.request is not None)
+    def busy(self) -> list[Slot]:
+        """Slots with a request, by index."""
+        return sorted(self._busy, key=_index)
+
+    def slot_of(self, request: Request) -> Slot:
+        """The slot that serves ``request``, which must have one."""
+        return self._by_key[request.session.key]
 
     def requests(self) -> list[Request]:
-        return [slot.request for slot in self.slots if slot.request is not None] + self.waiting
+        return [slot.request for slot in self.busy() if slot.request is not None] + self.waiting
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._busy) + len(self.waiting)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or any(slot.request is not None for slot in self.slots)
+        return bool(self.waiting) or bool(self._busy)
 
     def finish(self, slot: Slot, now: float) -> None:
         """The slot's request is answered; its session goes away and may come back."""
         slot.request = None
+        self._busy.pop(slot, None)
         slot.idle_since = now
         slot.used = self.stats.steps
 
     def drop_kv(self) -> None:
         """Forget all keys, values and logits (the weights have changed); running requests start over."""
-        for slot in list(self.busy()):
+        for slot in self.busy():
             self._requeue(slot)
+        self._free.clear()
         self._by_key.clear()
         self._by_group.clear()
         self.slots.clear()
@@ -120,6 +137,7 @@ class Scheduler:
 
     def _release(self, slot: Slot) -> None:
         request, slot.request = slot.request, None
+        self._busy.pop(slot, None)
         if request is None:
             return
         self.ready.pop(request, None)
@@ -164,8 +182,8 @@ class Scheduler:
         self.waiting = left
 
     def _take_slot(self, request: Request, now: float, patience: float) -> Slot | None:
-        free = [slot for slot in self.slots if slot.free]
-        siblings = self._by_group.get(request.group, [])
+        free = self._free
+        siblings = self._by_group.get(request.group, []) if free else []
         shared = [slot for slot in siblings if slot.free and slot.common(request.tokens)]
         spent = [slot for slot in free if slot.group not in self._open_groups]
         if shared:
@@ -181,13 +199,14 @@ class Scheduler:
         elif free:
             slot = min(free, key=lambda one: (one.used, one.index))
         else:
-            nobody = not any(True for _ in self.busy())
+            nobody = not self._busy
             away = [one for one in self.slots if one.idle and (nobody or now - one.idle_since > patience)]
             if not away:
                 return None
             slot = min(away, key=lambda one: (one.used, one.index))
             self._evict(slot)
         slot.session = request.session
+        self._free.pop(slot, None)
         self._by_key[request.session.key] = slot
         return slot
 
@@ -196,6 +215,7 @@ class Scheduler:
             self._evicted[slot.session.key] = slot.cached
             self._by_key.pop(slot.session.key, None)
             slot.session = None
+            self._free[slot] = None
             self.stats.evictions += 1
 
     def _should_defer(self, request: Request) -> bool:
@@ -216,6 +236,7 @@ class Scheduler:
         tokens = request.tokens
         cached = slot.common(tokens)
         slot.request, slot.used = request, self.stats.steps
+        self._busy[slot] = None
         if not kept or not slot.cached:
             self._join_group(slot, request.group)
             siblings = [one for one in self._by_group[request.group] if one is not slot]
@@ -292,7 +313,7 @@ class Scheduler:
     def _rows(self, budget: int) -> list[PlannedRow]:
         decoding: list[PlannedRow] = []
         longer: list[tuple[tuple[int, ...], Slot, Request, int]] = []
-        for slot in self.slots:
+        for slot in self.busy():
             request = slot.request
             if request is None:
                 continue
@@ -322,6 +343,7 @@ class Scheduler:
             self._requeue(slot)
             self._evict(slot)
             self.slots.remove(slot)
+            self._free.pop(slot, None)
             self._leave_group(slot)
         room = min(self._limit(length), max(self.cache.slots, len(self.slots)))
         self.cache.resize(room, length, keep=[slot.index for slot in self.slots])
@@ -335,6 +357,10 @@ class Scheduler:
 
     def _rounded(self, length: int) -> int:
         return min(self._max_context, -(-length // _ROUND) * _ROUND)
+
+
+def _index(slot: Slot) -> int:
+    return slot.index
 
 
 def _leads(slot: Slot, request: Request) -> bool:

@@ -142,10 +142,76 @@ def gdpo_advantages(
     return _standardise(sums, scored, eps)
 
 
+def turn_returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
+    """Discounted returns from each turn on: ``G_t = r_t + discount * G_{t+1}``.
+
+    Example:
+        >>> turn_returns([0.0, 1.0, 2.0], discount=0.5)
+        [1.0, 2.0, 2.0]
+    """
+    returns = [0.0] * len(rewards)
+    following = 0.0
+    for index in reversed(range(len(rewards))):
+        following = returns[index] = rewards[index] + discount * following
+    return returns
+
+
+def turn_advantages(
+    groups: Sequence[Sequence[Sequence[float] | None]],
+    discount: float = 1.0,
+    scale_rewards: ScaleRewards = "group",
+    eps: float = 1e-4,
+) -> list[list[list[float]]]:
+    """Per-turn advantages: returns from each turn on, compared with the siblings' at the same turn.
+
+    ``groups[g][i]`` holds sibling ``i``'s reward of each of its turns (None: unscorable). With its returns
+    ``G_it = sum_{k >= t} discount^(k - t) * r_ik``::
+
+        A_it = (G_it - mean over siblings j that have a turn t of G_jt) / (s_t + eps)
+
+    ``s_t`` is, by ``scale_rewards``, the deviation of those siblings' returns at turn t, that of all returns of all
+    groups, or absent. With one turn each, and with rewards on the last of equally many turns at ``discount`` 1, this is
+    ``grpo_advantages``. Turn-level credit of this kind: arXiv:2505.11821.
+
+    **Bias.** At turn 0 all siblings stand before one state, and the baseline is a fair one. Later they stand before
+    different histories: the mean over siblings at turn t is not the value of the state that a sibling is in, and who
+    still has a turn t depends on what was done before. The baseline is then a heuristic: it credits a turn for being
+    in a better place than the siblings were. GiGPO (arXiv:2505.10978) compares only turns that begin in equal states.
+
+    Degenerate cases: an unscorable sibling, a turn that no other scored sibling has, equal returns -> 0.
+
+    Raises:
+        ConfigurationError: ``discount`` outside [0, 1], an unknown ``scale_rewards``, a negative ``eps``, or an
+            infinite reward.
+
+    Example:
+        >>> turn_advantages([[[1.0, 0.0], [0.0, 2.0, 0.0], None]], scale_rewards="none")
+        [[[-0.5, -1.0], [0.5, 1.0, 0.0], []]]
+    """
+    if not 0.0 <= discount <= 1.0:
+        raise ConfigurationError(f"discount={discount!r} must be in [0, 1]; 1 counts all later rewards fully")
+    returns = [[None if turns is None else turn_returns(turns, discount) for turns in group] for group in groups]
+    rows: list[list[float | None]] = []
+    for group in returns:
+        length = max((len(turns) for turns in group if turns is not None), default=0)
+        rows.extend(
+            [None if turns is None or at >= len(turns) else turns[at] for turns in group] for at in range(length)
+        )
+    of_rows = iter(grpo_advantages(rows, scale_rewards, eps))
+    result: list[list[list[float]]] = []
+    for group in returns:
+        length = max((len(turns) for turns in group if turns is not None), default=0)
+        columns = [next(of_rows) for _ in range(length)]
+        result.append(
+            [[columns[at][i] for at in range(0 if turns is None else len(turns))] for i, turns in enumerate(group)]
+        )
+    return result
+
+
 def _credit(group: Rewards, advantages: Callable[[list[float]], list[float]]) -> list[float]:
     """``advantages`` of the group's scored rewards, put back in sibling order; 0 elsewhere and in degenerate groups."""
     scored = _scored(group)
-    if len(scored) < 2 or min(scored) == max(scored):
+    if len(scored) < 2 or _are_equal(scored):
         return [0.0] * len(group)
     values = iter(advantages(scored))
     return [next(values) if _is_scored(reward) else 0.0 for reward in group]
@@ -160,13 +226,18 @@ def _standardise(advantages: list[list[float]], groups: Sequence[Rewards], eps: 
         for value, flag in zip(values, flags, strict=True)
         if flag
     ]
-    if len(pool) < 2 or min(pool) == max(pool):
+    if len(pool) < 2 or _are_equal(pool):
         return [[0.0] * len(values) for values in advantages]
     mean, divisor = _mean(pool), _std(pool) + eps
     return [
         [(value - mean) / divisor if flag and divisor > 0.0 else 0.0 for value, flag in zip(values, flags, strict=True)]
         for values, flags in zip(advantages, taken, strict=True)
     ]
+
+
+def _are_equal(values: Sequence[float]) -> bool:
+    """Up to the rounding of sums: the same parts added in another order are no difference to learn from."""
+    return max(values) - min(values) <= 1e-12 * max(abs(value) for value in values)
 
 
 def _is_scored(reward: float | None) -> bool:

@@ -4,8 +4,7 @@
 runs the decoder over the packed row and the head over the predicting positions only. It has to happen inside
 ``forward`` because DDP, FSDP and ZeRO-3 gather parameters and hook gradients there. Any other call is as before.
 
-The head works in chunks: neither forward nor backward ever holds tokens x vocabulary. Logits are recomputed in backward
-where they do not fit ``MAX_LOGITS``.
+The head works in chunks (``head``): neither forward nor backward ever holds tokens x vocabulary.
 """
 
 from __future__ import annotations
@@ -14,25 +13,35 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from envgrad.attention import no_mask, use_envgrad_attention
+from envgrad.divergence import TeacherSignal
 from envgrad.errors import ConfigurationError
+from envgrad.head import EntropyMode, PolicyOutputs, logprobs_from_hidden, logprobs_from_logs
 from envgrad.layout import PackedLayout
-from envgrad.linear_head import MAX_LOGITS, linear_head_logprobs
 from envgrad.packing import MicroBatch, pack
 from envgrad.types import TrainingSample
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-EntropyMode: TypeAlias = Literal["none", "metric", "grad"]
-"""``metric``: entropies without gradient; ``grad``: with"""
+__all__ = [
+    "EntropyMode",
+    "PolicyForward",
+    "PolicyInputs",
+    "PolicyOutputs",
+    "check_packed_forward",
+    "inner_model",
+    "install_policy_forward",
+    "logprobs_from_hidden",
+    "policy_logprobs",
+    "predicting_states",
+]
 
 
 class PolicyInputs:
@@ -42,9 +51,20 @@ class PolicyInputs:
     what is in them.
     """
 
-    __slots__ = ("entropy", "input_ids", "layout", "position_ids", "predict_index", "target_ids", "temperature")
+    __slots__ = (
+        "entropy", "input_ids", "layout", "position_ids", "predict_index", "states", "target_ids", "teacher",
+        "temperature",
+    )  # fmt: skip
 
-    def __init__(self, micro_batch: MicroBatch, *, temperature: float, entropy: EntropyMode) -> None:
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        temperature: float,
+        entropy: EntropyMode,
+        teacher: TeacherSignal | None = None,
+        states: bool = False,
+    ) -> None:
         self.input_ids = micro_batch.input_ids
         self.position_ids = micro_batch.position_ids
         self.layout = micro_batch.layout
@@ -52,17 +72,17 @@ class PolicyInputs:
         self.target_ids = micro_batch.target_ids
         self.temperature = temperature
         self.entropy = entropy
-
-
-class PolicyOutputs(NamedTuple):
-    """``(N,)`` float32 each. A tuple, because wrappers find the tensors that need gradient hooks in tuples."""
-
-    logprobs: Tensor
-    entropy: Tensor | None
+        self.teacher = teacher
+        self.states = states
 
 
 def policy_logprobs(
-    model: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0, entropy: EntropyMode = "none"
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: EntropyMode = "none",
+    teacher: TeacherSignal | None = None,
 ) -> PolicyOutputs:
     """Log-probs of ``micro_batch``'s trained tokens under ``model``, which may be wrapped (DDP, FSDP, PEFT).
 
@@ -71,79 +91,32 @@ def policy_logprobs(
     Args:
         model: A model with ``install_policy_forward``, or a wrapper around one.
         micro_batch: On the model's device.
-        temperature: Logits are divided by it; above 0.
+        temperature: Logits are divided by it; above 0. A micro-batch with a temperature of its own takes that.
         entropy: ``EntropyMode``.
+        teacher: What the divergence from a teacher needs, if there is one (``divergence.TeacherSignal``).
 
     Raises:
         ConfigurationError: ``temperature`` is not above 0.
     """
+    temperature = temperature if micro_batch.temperature is None else micro_batch.temperature
     if not temperature > 0:
         raise ConfigurationError(
             f"temperature={temperature} must be above 0: a greedy policy has no log-probs to train; sample at 1.0"
         )
-    outputs: PolicyOutputs = model(policy=PolicyInputs(micro_batch, temperature=temperature, entropy=entropy))
+    inputs = PolicyInputs(micro_batch, temperature=temperature, entropy=entropy, teacher=teacher)
+    outputs: PolicyOutputs = model(policy=inputs)
     return PolicyOutputs(*outputs)
 
 
-def logprobs_from_hidden(
-    hidden: Tensor, head: nn.Module, target_ids: Tensor, *, temperature: float = 1.0, entropy: EntropyMode = "none"
-) -> PolicyOutputs:
-    """``log softmax(head(hidden) / temperature)`` at ``target_ids``, in float32, and the entropy of the distribution.
+def predicting_states(model: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+    """``(N, D)`` last hidden states that predict the trained tokens, for ``PolicyForward.state_logits``.
 
-    A plain ``nn.Linear`` takes a path of its own, which recomputes the least; any other head (adapters, hooks) is
-    called chunk by chunk under activation checkpointing.
-
-    Args:
-        hidden: ``(N, D)`` last hidden states.
-        head: ``(n, D)`` -> logits ``(n, V)``.
-        target_ids: ``(N,)`` int64.
-        temperature: Above 0.
-        entropy: ``EntropyMode``.
-
-    Example:
-        >>> head = nn.Linear(2, 4, bias=False).requires_grad_(False)
-        >>> outputs = logprobs_from_hidden(torch.zeros(3, 2), head, torch.tensor([0, 1, 2]), entropy="metric")
-        >>> outputs.logprobs.exp().tolist(), outputs.entropy.exp().tolist()
-        ([0.25, 0.25, 0.25], [4.0, 4.0, 4.0])
+    ``(N, V)`` logits over the temperature instead, for models whose logits are not the head's alone
+    (``PolicyForward.path``).
     """
-    if isinstance(head, nn.Linear) and _is_plain(head):
-        return PolicyOutputs(
-            *linear_head_logprobs(hidden, head.weight, head.bias, target_ids, temperature=temperature, entropy=entropy)
-        )
-    width = head.out_features if isinstance(head, nn.Linear) else 2**16
-    rows = max(1, MAX_LOGITS // int(width))
-
-    def chunk(part: Tensor, targets: Tensor) -> PolicyOutputs:
-        logits: Tensor = head(part)
-        return logprobs_from_logits(logits, targets, temperature=temperature, entropy=entropy)
-
-    if hidden.shape[0] <= rows:
-        return chunk(hidden, target_ids)
-    parts = [
-        PolicyOutputs(*checkpoint(chunk, part, targets, use_reentrant=False))
-        for part, targets in zip(torch.split(hidden, rows), torch.split(target_ids, rows), strict=True)
-    ]
-    entropies = [part.entropy for part in parts if part.entropy is not None]
-    return PolicyOutputs(torch.cat([part.logprobs for part in parts]), torch.cat(entropies) if entropies else None)
-
-
-def _is_plain(head: nn.Linear) -> bool:
-    """Whether calling ``head`` is nothing but ``x @ weight.T + bias`` with the weight in memory."""
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    ordinary = type(head) is nn.Linear and "forward" not in vars(head) and type(head.weight) is nn.Parameter
-    return ordinary and not any(hooks) and head.weight.dim() == 2
-
-
-def logprobs_from_logits(
-    logits: Tensor, target_ids: Tensor, *, temperature: float = 1.0, entropy: EntropyMode = "none"
-) -> PolicyOutputs:
-    """``(N, V)`` logits -> log-probs of ``target_ids`` and entropies, in float32."""
-    logs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    chosen = logs.gather(-1, target_ids[:, None]).squeeze(-1)
-    if entropy == "none":
-        return PolicyOutputs(chosen, None)
-    logs = logs if entropy == "grad" else logs.detach()
-    return PolicyOutputs(chosen, -(logs.exp() * logs).sum(-1))
+    temperature = temperature if micro_batch.temperature is None else micro_batch.temperature
+    states: Tensor = model(policy=PolicyInputs(micro_batch, temperature=temperature, entropy="none", states=True))
+    return states
 
 
 class PolicyForward:
@@ -168,13 +141,30 @@ class PolicyForward:
     def __call__(self, *args: Any, policy: PolicyInputs | None = None, **kwargs: Any) -> Any:
         if policy is None:
             return self._plain()(*args, **kwargs)
+        if policy.states:
+            return self._logits(policy) / policy.temperature if self.path == "logits" else self._states(policy)
+        signal = policy.teacher
+        if signal is not None and not signal.divergence.reads_distributions:
+            outputs = self._outputs(policy, None)
+            return outputs._replace(divergence=signal.of_sampled(outputs.logprobs))
+        return self._outputs(policy, signal)
+
+    def _outputs(self, policy: PolicyInputs, teacher: TeacherSignal | None) -> PolicyOutputs:
+        if self.path == "head":
+            return logprobs_from_hidden(
+                self._states(policy), self.head, policy.target_ids,
+                temperature=policy.temperature, entropy=policy.entropy, teacher=teacher,
+            )  # fmt: skip
+        logs = torch.log_softmax(self._logits(policy).float() / policy.temperature, dim=-1)
+        outputs = logprobs_from_logs(logs, policy.target_ids, policy.entropy)
+        return outputs if teacher is None else outputs._replace(divergence=teacher.of_logs(logs, 0, len(teacher.index)))
+
+    def state_logits(self, states: Tensor, *, temperature: float) -> Tensor:
+        """``predicting_states`` -> ``(n, V)`` logits over the temperature."""
         if self.path == "logits":
-            return self._from_logits(policy)
-        hidden = self.last_hidden(policy.input_ids, policy.position_ids, policy.layout)
-        return logprobs_from_hidden(
-            hidden[0].index_select(0, policy.predict_index), self.head, policy.target_ids,
-            temperature=policy.temperature, entropy=policy.entropy,
-        )  # fmt: skip
+            return states
+        logits: Tensor = self.head(states)
+        return logits.float() / temperature
 
     @property
     def head(self) -> nn.Module:
@@ -187,13 +177,19 @@ class PolicyForward:
         output: Tensor = decoder(**_row_arguments(input_ids, position_ids, layout))[0]
         return output
 
-    def _from_logits(self, policy: PolicyInputs) -> PolicyOutputs:
+    def _states(self, policy: PolicyInputs) -> Tensor:
+        """``(N, D)`` at the predicting positions."""
+        hidden = self.last_hidden(policy.input_ids, policy.position_ids, policy.layout)
+        return hidden[0].index_select(0, policy.predict_index)
+
+    def _logits(self, policy: PolicyInputs) -> Tensor:
+        """``(N, V)`` at the predicting positions, as the model's own forward gives them."""
         arguments = _row_arguments(policy.input_ids, policy.position_ids, policy.layout)
         if "logits_to_keep" in self.__signature__.parameters:
-            logits: Tensor = self._plain()(**arguments, logits_to_keep=policy.predict_index).logits[0]
-        else:
-            logits = self._plain()(**arguments).logits[0].index_select(0, policy.predict_index)
-        return logprobs_from_logits(logits, policy.target_ids, temperature=policy.temperature, entropy=policy.entropy)
+            kept: Tensor = self._plain()(**arguments, logits_to_keep=policy.predict_index).logits[0]
+            return kept
+        whole: Tensor = self._plain()(**arguments).logits[0]
+        return whole.index_select(0, policy.predict_index)
 
     def uninstall(self) -> None:
         """Give the model its former ``forward`` back, unless someone (accelerate) has wrapped this one since."""

@@ -12,154 +12,24 @@ weights are decided for the whole optimizer step before anything is packed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import isfinite
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from envgrad.batch import Batch, MicroBatch, StepTotals, TeacherRows, padding_micro_batch
 from envgrad.errors import ConfigurationError
 from envgrad.layout import PackedLayout
 from envgrad.types import TrainingSample
 
+__all__ = ["Batch", "MicroBatch", "PackMode", "StepTotals", "TeacherRows", "pack", "padding_micro_batch"]
+
 PackMode: TypeAlias = Literal["shared", "packed", "single"]
 """``shared``: a group's prompt once per micro-batch; ``packed``: whole rows side by side; ``single``: one plain row per
 forward, for models whose attention cannot be expressed by a layout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
-    """Counts over one whole optimizer step: all micro-batches, all processes. The loss weights' denominators.
-
-    Example:
-        >>> StepTotals(num_samples=2, num_tokens=10) + StepTotals(num_samples=1, num_tokens=5)
-        StepTotals(num_samples=3, num_tokens=15)
-    """
-
-    num_samples: float
-    num_tokens: float
-    """trained tokens"""
-
-    def __add__(self, other: StepTotals) -> StepTotals:
-        return StepTotals(
-            num_samples=self.num_samples + other.num_samples, num_tokens=self.num_tokens + other.num_tokens
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """One forward and backward: a flat row of T tokens of which N positions predict a trained token.
-
-    Made by ``pack``; ``dataclasses.replace`` fills in what a no-grad pass computes (old and reference log-probs).
-    """
-
-    input_ids: Tensor
-    """``(1, T)`` int64"""
-    position_ids: Tensor
-    """``(1, T)`` int64"""
-    layout: PackedLayout | None
-    """None for a plain row"""
-    predict_index: Tensor
-    """``(N,)`` index into T of the token whose hidden state predicts the n-th trained token"""
-    target_ids: Tensor
-    """``(N,)`` the trained tokens"""
-    sampler_logprobs: Tensor
-    """``(N,)`` the log-probs they were sampled with"""
-    old_logprobs: Tensor
-    """``(N,)`` denominators of the importance ratio: the sampler's, unless they were recomputed"""
-    advantages: Tensor
-    """``(N,)``"""
-    weights: Tensor
-    """``(N,)`` loss weights, decided for the whole step"""
-    sample_index: Tensor
-    """``(N,)`` int64, which of this micro-batch's samples the token belongs to: 0 .. num_samples - 1"""
-    num_samples: int
-    samples: tuple[int, ...]
-    """this micro-batch's samples, as indices into ``Batch.samples``"""
-    total_tokens: float
-    """trained tokens in the whole step"""
-    ref_logprobs: Tensor | None = None
-    """``(N,)`` the reference model's, if there is one"""
-    importance: Tensor | None = None
-    """``(N,)`` weight old / sampler where the old log-probs were recomputed (``losses.importance_correction``)"""
-
-    @property
-    def num_forwarded_tokens(self) -> int:
-        return self.input_ids.shape[1]
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return self.target_ids.shape[0] if self.samples else 0
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        def move(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device)
-
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            layout=None if self.layout is None else self.layout.to(device),
-            predict_index=self.predict_index.to(device),
-            target_ids=self.target_ids.to(device),
-            sampler_logprobs=self.sampler_logprobs.to(device),
-            old_logprobs=self.old_logprobs.to(device),
-            advantages=self.advantages.to(device),
-            weights=self.weights.to(device),
-            sample_index=self.sample_index.to(device),
-            ref_logprobs=move(self.ref_logprobs),
-            importance=move(self.importance),
-        )
-
-
-def padding_micro_batch() -> MicroBatch:
-    """One token of weight 0: a forward and backward that change nothing, to even out counts over processes.
-
-    Example:
-        >>> padding_micro_batch().weights.tolist()
-        [0.0]
-    """
-    index = torch.zeros(1, dtype=torch.int64)
-    zero = torch.zeros(1)
-    return MicroBatch(
-        input_ids=index[None], position_ids=index[None], layout=None, predict_index=index, target_ids=index,
-        sampler_logprobs=zero, old_logprobs=zero, advantages=zero, weights=zero, sample_index=index, num_samples=1,
-        samples=(), total_tokens=inf, ref_logprobs=zero, importance=zero,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """All micro-batches of one optimizer step on this process."""
-
-    micro_batches: tuple[MicroBatch, ...]
-    samples: tuple[TrainingSample, ...]
-    totals: StepTotals
-    num_required_tokens: int
-    """tokens that must be forwarded if every common prompt is forwarded once"""
-
-    def __len__(self) -> int:
-        return len(self.micro_batches)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.samples)
-
-    @property
-    def num_tokens(self) -> int:
-        """Trained tokens."""
-        return sum(micro_batch.num_trained_tokens for micro_batch in self.micro_batches)
-
-    @property
-    def num_forwarded_tokens(self) -> int:
-        return sum(micro_batch.num_forwarded_tokens for micro_batch in self.micro_batches)
-
-    def padded_to(self, count: int) -> Batch:
-        """With ``padding_micro_batch`` appended up to ``count``: processes must agree on it under FSDP and ZeRO-3."""
-        missing = max(0, count - len(self))
-        return replace(self, micro_batches=self.micro_batches + (padding_micro_batch(),) * missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +40,22 @@ class _Item:
     """in ``Batch.samples``"""
     sample: TrainingSample
     weight: float
-    family: tuple[str, tuple[int, ...]] | int
+    family: int
     """equal for samples that share their prompt's forward"""
     needed: int
     """tokens of its row that are forwarded: all before its last trained token"""
+    teacher: _Item | None = None
+    """the same sample behind its teacher's prompt"""
 
     @property
     def own(self) -> int:
         return self.needed - self.sample.prompt_length
+
+    def teacher_cost(self, seen: Collection[int]) -> int:
+        """Tokens that the teacher forwards for it, where prompts of the families ``seen`` are there already."""
+        if self.teacher is None:
+            return 0
+        return self.teacher.own if self.teacher.family in seen else self.teacher.needed
 
 
 def pack(
@@ -199,11 +77,11 @@ def pack(
         samples: The step's samples on this process.
         weights: One loss weight per sample, put on each of its trained tokens (``losses.sample_weights``). A sample of
             weight 0, or without trained tokens, is not forwarded.
-        max_tokens: Tokens per forward; None for one micro-batch. Not read in mode ``single``.
+        max_tokens: Tokens per forward, the teacher's included; None for one micro-batch. Not read in mode ``single``.
         mode: ``PackMode``.
         totals: Counts over the whole step and all processes; these samples' own if None.
-        skip_zero_advantages: Also leave out samples whose advantages are all 0: exact if the loss has no KL and no
-            entropy term; metrics then cover the other samples only.
+        skip_zero_advantages: Also leave out samples whose advantages are all 0 and that have no teacher: exact if the
+            loss has no KL and no entropy term; metrics then cover the other samples only.
 
     Raises:
         ConfigurationError: ``max_tokens`` below 1, an unknown mode, or weights that do not fit the samples.
@@ -218,10 +96,11 @@ def pack(
         ([[5, 6, 7, 7]], 4)
     """
     _check(samples, weights, max_tokens, mode)
+    families: dict[tuple[object, ...], int] = {}
     items = [
-        _item(index, sample, weight, mode)
+        _item(index, sample, weight, mode, families)
         for index, (sample, weight) in enumerate(zip(samples, weights, strict=True))
-        if weight and any(sample.mask) and not (skip_zero_advantages and not any(sample.advantages))
+        if weight and any(sample.mask) and not (skip_zero_advantages and _teaches_nothing(sample))
     ]
     if totals is None:
         tokens = sum(item.sample.num_trained_tokens for item in items)
@@ -249,10 +128,43 @@ def _check(samples: Sequence[TrainingSample], weights: Sequence[float], max_toke
             raise ConfigurationError(f"the weight of sample {index} is {weight}; weights must be finite and at least 0")
 
 
-def _item(index: int, sample: TrainingSample, weight: float, mode: PackMode) -> _Item:
+def _teaches_nothing(sample: TrainingSample) -> bool:
+    return sample.teacher_prompt is None and not any(sample.advantages)
+
+
+def _item(
+    index: int, sample: TrainingSample, weight: float, mode: PackMode, families: dict[tuple[object, ...], int]
+) -> _Item:
+    """``families`` numbers what samples share; it grows."""
     last_trained = len(sample.mask) - 1 - sample.mask[::-1].index(1)
-    family = (sample.group, sample.token_ids[: sample.prompt_length]) if mode == "shared" else index
-    return _Item(index=index, sample=sample, weight=weight, family=family, needed=last_trained)
+    shared = (sample.group, sample.token_ids[: sample.prompt_length]) if mode == "shared" else (index,)
+    teacher = None
+    if sample.teacher_prompt is not None:
+        teacher = _item(index, _for_teacher(sample, sample.teacher_prompt), weight, mode, families)
+    return _Item(
+        index=index,
+        sample=sample,
+        weight=weight,
+        family=families.setdefault(shared, len(families)),
+        needed=last_trained,
+        teacher=teacher,
+    )
+
+
+def _for_teacher(sample: TrainingSample, prompt: tuple[int, ...]) -> TrainingSample:
+    given, own = len(prompt), slice(sample.prompt_length, None)
+    zeros = (0.0,) * given
+    return replace(
+        sample,
+        token_ids=prompt + sample.token_ids[own],
+        mask=(0,) * given + sample.mask[own],
+        logprobs=zeros + sample.logprobs[own],
+        versions=(-1,) * given + sample.versions[own],
+        advantages=zeros + sample.advantages[own],
+        prompt_length=given,
+        ref_logprobs=None,
+        teacher_prompt=None,
+    )
 
 
 def _families(items: Sequence[_Item]) -> list[list[_Item]]:
@@ -264,10 +176,10 @@ def _families(items: Sequence[_Item]) -> list[list[_Item]]:
 
 
 def _cost(items: Sequence[_Item]) -> int:
-    """Tokens that ``items`` forward in one micro-batch."""
-    return sum(
-        family[0].sample.prompt_length + sum(item.own for item in family) for family in _families(items)
-    )  # fmt: skip
+    """Tokens that ``items`` forward in one micro-batch, the teacher's included."""
+    teachers = [item.teacher for item in items if item.teacher is not None]
+    cost = sum(family[0].sample.prompt_length + sum(item.own for item in family) for family in _families(items))
+    return cost + (_cost(teachers) if teachers else 0)
 
 
 def _bins(items: Sequence[_Item], max_tokens: int | None) -> list[list[_Item]]:
@@ -293,13 +205,18 @@ def _bins(items: Sequence[_Item], max_tokens: int | None) -> list[list[_Item]]:
 def _cut(family: list[_Item], max_tokens: int) -> list[list[_Item]]:
     pieces: list[list[_Item]] = []
     left = 0
+    seen: set[int] = set()
     for item in family:
-        if pieces and item.own <= left:
+        cost = item.own + item.teacher_cost(seen)
+        if pieces and cost <= left:
             pieces[-1].append(item)
-            left -= item.own
+            left -= cost
         else:
             pieces.append([item])
-            left = max_tokens - item.needed
+            seen.clear()
+            left = max_tokens - item.needed - item.teacher_cost(seen)
+        if item.teacher is not None:
+            seen.add(item.teacher.family)
     return pieces
 
 
@@ -362,4 +279,27 @@ def _micro_batch(members: Sequence[_Item], totals: StepTotals, *, plain: bool) -
         num_samples=len(members),
         samples=tuple(item.index for item in members),
         total_tokens=totals.num_tokens,
+        total_samples=totals.num_samples,
+        ref_logprobs=_known_reference(trained),
+        teacher=_teacher_rows(trained, totals, plain=plain),
     )
+
+
+def _teacher_rows(trained: Sequence[tuple[int, _Item, int]], totals: StepTotals, *, plain: bool) -> TeacherRows | None:
+    """What the teacher reads of these tokens: its own prompts, the same tokens behind them, in the same order."""
+    members = {item.index: item.teacher for _, item, _ in trained if item.teacher is not None}
+    if not members:
+        return None
+    index = [place for place, (_, item, _) in enumerate(trained) if item.teacher is not None]
+    rows = _micro_batch(list(members.values()), totals, plain=plain)
+    return TeacherRows(rows=rows, index=torch.tensor(index))
+
+
+def _known_reference(trained: Sequence[tuple[int, _Item, int]]) -> Tensor | None:
+    """``(N,)`` the reference's log-probs, if the samples carry them."""
+    found = [
+        item.sample.ref_logprobs[at]
+        for _, item, at in trained
+        if item.sample.ref_logprobs is not None
+    ]  # fmt: skip
+    return torch.tensor(found, dtype=torch.float32) if found and len(found) == len(trained) else None

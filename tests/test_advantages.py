@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgrad.advantages import ScaleRewards, gdpo_advantages, grpo_advantages, rloo_advantages
+from envgrad.advantages import (
+    ScaleRewards,
+    gdpo_advantages,
+    grpo_advantages,
+    rloo_advantages,
+    turn_advantages,
+    turn_returns,
+)
 from envgrad.errors import ConfigurationError
 
 REWARD = st.one_of(
@@ -160,3 +167,83 @@ def test_errors_name_the_value_and_the_fix() -> None:
         gdpo_advantages([[[1.0, 2.0]]], [1.0, 1.0])
     with pytest.raises(ConfigurationError, match=r"group 0 has components with \[1, 2\] rewards"):
         gdpo_advantages([[[1.0, 2.0], [1.0]]], [1.0, 1.0])
+
+
+# Turns
+
+
+def test_turn_returns_by_hand() -> None:
+    assert turn_returns([1.0, 0.0, 4.0]) == [5.0, 4.0, 4.0]
+    assert turn_returns([1.0, 0.0, 4.0], 0.5) == [2.0, 2.0, 4.0]
+    assert turn_returns([1.0, 0.0, 4.0], 0.0) == [1.0, 0.0, 4.0]
+    assert turn_returns([]) == []
+
+
+def test_turn_advantages_by_hand() -> None:
+    # returns at discount 1/2: (2, 2, 4), (0, 0) and (4); turn 0: mean 2 of 2, 0, 4; turn 1: mean 1 of 2 and 0;
+    # turn 2 has nobody to compare with
+    group = [[1.0, 0.0, 4.0], [0.0, 0.0], [4.0]]
+    assert turn_advantages([group], 0.5, "none") == [[[0.0, 1.0, 0.0], [-2.0, -1.0], [2.0]]]
+    # deviations: 2 at turn 0 (squares 0, 4, 4 over 2), sqrt(2) at turn 1
+    found = turn_advantages([group], 0.5, "group", eps=0.0)[0]
+    assert found[0] == pytest.approx([0.0, 1 / math.sqrt(2), 0.0])
+    assert found[1] == pytest.approx([-1.0, -1 / math.sqrt(2)]) and found[2] == pytest.approx([1.0])
+    # of all returns 2 2 4 0 0 4: mean 2, squares 0 0 4 4 4 4, variance 16 / 5
+    batch = turn_advantages([group], 0.5, "batch", eps=0.0)[0]
+    assert batch[1] == pytest.approx([-2 / math.sqrt(3.2), -1 / math.sqrt(3.2)])
+
+
+def test_turn_advantages_leave_unscorable_siblings_out() -> None:
+    assert turn_advantages([[[1.0], None, [0.0], []]], scale_rewards="none") == [[[0.5], [], [-0.5], []]]
+    assert turn_advantages([[None, [3.0, 1.0]], []]) == [[[], [0.0, 0.0]], []]
+
+
+@given(groups=GROUPS, scale=SCALE)
+def test_with_one_turn_each_it_is_the_group_advantage(groups: list[list[float | None]], scale: ScaleRewards) -> None:
+    turns = [[[reward] if reward is not None else None for reward in group] for group in groups]
+    found = turn_advantages(turns, 0.9, scale)
+    expected = grpo_advantages(groups, scale)
+    for group, wanted in zip(found, expected, strict=True):
+        assert [of_sibling[0] if of_sibling else 0.0 for of_sibling in group] == pytest.approx(wanted)
+
+
+TURNS = st.lists(
+    st.one_of(st.none(), st.lists(st.floats(-10, 10).map(lambda value: round(value, 2)), max_size=4)), max_size=5
+)
+
+
+@given(group=TURNS, discount=st.sampled_from([0.0, 0.5, 1.0]), scale=SCALE, data=st.data())
+def test_turn_advantages_sum_to_zero_at_each_turn_and_follow_their_sibling(
+    group: list[list[float] | None], discount: float, scale: ScaleRewards, data: st.DataObject
+) -> None:
+    found = turn_advantages([group], discount, scale)[0]
+    assert [len(of_sibling) for of_sibling in found] == [len(turns or []) for turns in group]
+    for at in range(max((len(turns) for turns in found), default=0)):
+        column = [of_sibling[at] for of_sibling in found if at < len(of_sibling)]
+        assert math.fsum(column) == pytest.approx(0.0, abs=1e-6)
+    order = data.draw(st.permutations(range(len(group))))
+    for place, turns in zip(order, turn_advantages([[group[i] for i in order]], discount, scale)[0], strict=True):
+        assert turns == pytest.approx(found[place], abs=1e-9)
+
+
+@given(
+    rewards=st.lists(st.floats(-5, 5).map(lambda value: round(value, 2)), min_size=2, max_size=5),
+    length=st.integers(1, 4),
+)
+def test_a_reward_at_the_end_of_equally_many_turns_credits_every_turn_alike(rewards: list[float], length: int) -> None:
+    turns = [[0.0] * (length - 1) + [reward] for reward in rewards]
+    for found, expected in zip(turn_advantages([turns])[0], grpo_advantages([rewards])[0], strict=True):
+        assert found == pytest.approx([expected] * length)
+
+
+def test_the_same_parts_in_another_order_are_equal_rewards() -> None:
+    assert 0.1 + (0.2 + 0.3) != 0.3 + (0.2 + 0.1)
+    assert grpo_advantages([[0.1 + (0.2 + 0.3), 0.3 + (0.2 + 0.1)]], eps=0.0) == [[0.0, 0.0]]
+    assert rloo_advantages([[0.1 + (0.2 + 0.3), 0.3 + (0.2 + 0.1)]], normalize=True, eps=0.0) == [[0.0, 0.0]]
+
+
+def test_turn_errors() -> None:
+    with pytest.raises(ConfigurationError, match=r"discount=1.5 must be in \[0, 1\]"):
+        turn_advantages([[[1.0]]], 1.5)
+    with pytest.raises(ConfigurationError, match=r"is inf"):
+        turn_advantages([[[math.inf], [1.0]]])

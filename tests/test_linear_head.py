@@ -25,7 +25,7 @@ def test_the_chunked_head_equals_the_plain_one(
     monkeypatch: pytest.MonkeyPatch, max_logits: int, with_bias: bool, entropy: EntropyMode, kind: str
 ) -> None:
     monkeypatch.setattr(linear_head, "MAX_LOGITS", max_logits)
-    monkeypatch.setattr("envgrad.logprobs.MAX_LOGITS", max_logits)
+    monkeypatch.setattr("envgrad.head.MAX_LOGITS", max_logits)
     torch.manual_seed(1)
     head = nn.Linear(5, 23, bias=with_bias).double()
     head.weight.data.mul_(3)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -324,3 +325,77 @@ def test_totals_are_carried_to_micro_batches() -> None:
     batch = pack(step(), [0.1] * 6, totals=totals)
     assert batch.totals == totals and batch.micro_batches[0].total_tokens == 1234
     assert pack(step(), [0.1] * 6).totals == StepTotals(num_samples=6, num_tokens=46)
+
+
+# Teachers
+
+
+def taught(row: TrainingSample, prompt: tuple[int, ...]) -> TrainingSample:
+    return replace(row, teacher_prompt=prompt)
+
+
+SHORT, LONG = tuple(range(30, 35)), tuple(range(10, 40))
+
+
+def taught_step() -> list[TrainingSample]:
+    first, second, third, fourth, fifth, sixth = step()
+    return [taught(first, LONG), second, taught(third, LONG), taught(fourth, SHORT), fifth, taught(sixth, SHORT)]
+
+
+@pytest.mark.parametrize("mode", ["shared", "packed", "single"])
+@pytest.mark.parametrize("max_tokens", [None, 70, 1])
+def test_the_teachers_tokens_are_the_students_in_the_same_order(mode: PackMode, max_tokens: int | None) -> None:
+    model = tiny("llama").eval()
+    batch = pack(taught_step(), [1.0] * 6, mode=mode, max_tokens=max_tokens)
+    seen = 0
+    for packed in batch.micro_batches:
+        if packed.teacher is None:
+            assert all(batch.samples[number].teacher_prompt is None for number in packed.samples)
+            continue
+        rows, index = packed.teacher.rows, packed.teacher.index
+        assert rows.teacher is None and index.tolist() == sorted(index.tolist())
+        assert rows.target_ids.tolist() == packed.target_ids[index].tolist()
+        assert rows.sampler_logprobs.tolist() == packed.sampler_logprobs[index].tolist()
+        with torch.no_grad():
+            found = policy_logprobs(model, rows).logprobs
+        expected = []
+        for number in packed.samples:
+            row = batch.samples[number]
+            if row.teacher_prompt is not None:
+                seen += 1
+                whole = row.teacher_prompt + row.token_ids[row.prompt_length :]
+                logs = model(input_ids=torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
+                shift = len(row.teacher_prompt) - row.prompt_length
+                expected += [
+                    logs[at + shift - 1, token]
+                    for at, (token, trained) in enumerate(zip(row.token_ids, row.mask, strict=True))
+                    if trained
+                ]
+        assert torch.allclose(found, torch.stack(expected), atol=1e-4)
+    assert seen == 4
+
+
+def test_siblings_with_one_demonstration_share_the_teachers_prompt() -> None:
+    (packed,) = pack(taught_step(), [1.0] * 6).micro_batches
+    assert packed.teacher is not None
+    # a: 30 once for 11 + 3 own tokens, 5 + 0; b: 5 + 8
+    assert packed.num_teacher_tokens == 30 + 11 + 3 + 5 + 0 + 5 + 8
+
+
+@pytest.mark.parametrize("max_tokens", [60, 75, 100, 150])
+def test_the_token_budget_counts_the_teacher(max_tokens: int) -> None:
+    batch = pack(taught_step(), [1.0] * 6, max_tokens=max_tokens)
+    for packed in batch.micro_batches:
+        assert packed.num_forwarded_tokens + packed.num_teacher_tokens <= max_tokens or len(packed.samples) == 1
+    everything = pack(taught_step(), [1.0] * 6)
+    assert everything.num_required_tokens == everything.num_forwarded_tokens + everything.num_teacher_tokens
+    assert sorted(number for packed in batch.micro_batches for number in packed.samples) == list(range(6))
+
+
+def test_a_taught_sample_is_forwarded_without_an_advantage() -> None:
+    flat = [replace(row, advantages=(0.0,) * len(row.advantages)) for row in taught_step()]
+    (packed,) = pack(flat, [1.0] * 6, skip_zero_advantages=True).micro_batches
+    assert packed.samples == (0, 2, 3, 5)
+    assert packed.total_samples == 6
+    moved = packed.to("cpu")
+    assert moved.teacher is not None and moved.at_temperature(0.5).teacher.rows.temperature == 0.5

@@ -24,6 +24,8 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TypeAlias
 
+from envgrad.environments.isolation import current_stream
+from envgrad.environments.swapping import swapped_call, swapped_steps
 from envgrad.errors import ConfigurationError, EnvironmentFailure, EpisodeDone
 
 GROWTH_DELAY = 0.001
@@ -347,11 +349,21 @@ async def call_user(
         >>> outcome.value
         3
     """
-    call = partial(function, *args, **(arguments or {}))
-    outcome: Outcome = guard(call) if is_async(function) else await workers.outcome(call, timeout=timeout)
+    call, stream = partial(function, *args, **(arguments or {})), current_stream()
+    outcome: Outcome
+    if is_async(function):
+        outcome = guard(call)
+    elif stream is None:
+        outcome = await workers.outcome(call, timeout=timeout)
+    else:
+        try:
+            outcome = await swapped_call(where, call, stream, partial(workers.outcome, timeout=timeout))
+        except EnvironmentFailure as failure:  # its generators are not to be had
+            return Raised(failure, 0.0)
     if isinstance(outcome, Ok) and inspect.isawaitable(outcome.value):
         left = None if timeout is None else max(timeout - outcome.seconds, 0.0)
-        outcome = await _await_user(outcome.value, left, outcome.seconds)
+        awaitable = outcome.value if stream is None else swapped_steps(where, outcome.value, stream)
+        outcome = await _await_user(awaitable, left, outcome.seconds)
     if isinstance(outcome, Raised) and not isinstance(outcome.error, EpisodeDone):
         _note(outcome.error, f"raised in {where}")
     return outcome

@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from envgrad.environments.boundary import Raised, guard
+from envgrad.environments.boundary import Ok, Raised, guard
 from envgrad.environments.closing import call_all_now
+from envgrad.environments.isolation import detect_global_draws
 from envgrad.environments.members import RESERVED_NAMES, Environment, StepResult, ToolResult, is_marked, tool
 from envgrad.environments.results import opening_messages, read_group_rewards, read_reward, read_step
 from envgrad.environments.spec import IDENTITY_NAMES, EnvironmentSpec, Factory, member_of
@@ -56,9 +57,10 @@ def inspect_environment(
         EnvironmentContractError: what breaks the contract, named with the fix.
     """
     label = f"environment {name!r}" if name else "the environment"
-    instance = _construct(label, factory)
+    instance, draws = _construct(label, factory)
     try:
-        return _inspect_instance(label, name, factory, instance, columns, routed), instance
+        spec = _inspect_instance(label, name, factory, instance, columns, routed)
+        return replace(spec, factory_draws=draws), instance
     except EnvironmentContractError:
         close = member_of(instance, "close") and getattr(instance, "close", None)
         if callable(close):
@@ -111,7 +113,8 @@ def _inspect_instance(
     )
 
 
-def _construct(label: str, factory: object) -> object:
+def _construct(label: str, factory: object) -> tuple[object, frozenset[str]]:
+    """An instance, and the process-global random generators that the factory drew from, which are as before."""
     if not callable(factory):
         raise EnvironmentContractError(
             f"{label}: environment_factory must be callable without arguments, got the {type(factory).__name__} "
@@ -123,7 +126,9 @@ def _construct(label: str, factory: object) -> object:
             f"{label}: the factory {factory!r} needs arguments {signature}, but it is called without any: "
             "pass functools.partial(...) or a lambda that supplies them."
         )
-    made = guard(factory)
+    calls: list[Ok | Raised] = []
+    draws = detect_global_draws(lambda: calls.append(guard(factory)))
+    made = calls[0]
     if isinstance(made, Raised):
         raise EnvironmentContractError(
             f"{label}: the factory raised {type(made.error).__name__}: {made.error}: it must build an instance "
@@ -134,7 +139,7 @@ def _construct(label: str, factory: object) -> object:
         raise EnvironmentContractError(f"{label}: the factory is async: build in a plain function, connect in reset.")
     if made.value is None or isinstance(made.value, type):
         raise EnvironmentContractError(f"{label}: the factory returned {made.value!r}: it must return an instance.")
-    return made.value
+    return made.value, draws
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,12 +92,14 @@ def copy_hazard(instance: object) -> str | None:
     roots = temporary_roots()
     stack = [_Place(instance, "", 0, None)]
     seen: set[int] = set()
+    values = 0
     while stack:
         place = stack.pop()
-        if type(place.value) in PLAIN_LEAVES or id(place.value) in seen:
+        if id(place.value) in seen:
             continue
         seen.add(id(place.value))
-        if len(seen) > MAX_NODES:
+        values += 1 + (len(place.value) if isinstance(place.value, _CONTAINERS) else 0)
+        if values > MAX_NODES:
             return f"it reaches more than {MAX_NODES} values, too many to copy for each sibling"
         if place.depth > MAX_DEPTH:
             return f"{place.path} is nested deeper than {MAX_DEPTH} levels, which deepcopy cannot follow"
@@ -105,9 +107,14 @@ def copy_hazard(instance: object) -> str | None:
         if hazard is not None:
             return f"{place.path} {hazard}"
         # reversed: the order, and so the depth, in which deepcopy recurses
-        children = list(_children(place.value))
+        children = list(_children(place.value, roots))
         stack.extend(_Place(child, label, place.depth + 1, place) for label, child in reversed(children))
     return None
+
+
+def _is_harmless(value: object, roots: tuple[str, ...]) -> bool:
+    """Whether ``value`` needs no look of its own; most values of a state do not."""
+    return type(value) in PLAIN_LEAVES or (type(value) is str and not value.startswith(roots))
 
 
 def _hazard(value: object, roots: tuple[str, ...]) -> str | None:
@@ -132,7 +139,8 @@ def _hazard(value: object, roots: tuple[str, ...]) -> str | None:
     return None
 
 
-def _children(value: object) -> Iterable[_Child]:
+def _children(value: object, roots: tuple[str, ...]) -> Iterable[_Child]:
+    """What ``value`` holds and how it is reached, but for what is harmless."""
     if isinstance(value, (Enum, type, Logger, random.Random, types.FunctionType, types.BuiltinFunctionType)):
         return
     if is_plain_array(value):
@@ -140,16 +148,19 @@ def _children(value: object) -> Iterable[_Child]:
         return
     if isinstance(value, dict):
         for key, item in value.items():
-            if type(key) is not str:
+            if not _is_harmless(key, roots):
                 yield " (a key)", key
-            if type(item) not in PLAIN_LEAVES:
+            if not _is_harmless(item, roots):
                 yield f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", item
         if isinstance(value, defaultdict):
             yield ".default_factory", value.default_factory
     elif isinstance(value, _CONTAINERS) and not PLAIN_LEAVES.issuperset(map(type, value)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(value) if not _is_harmless(item, roots))
+    if type(value) in _CONTAINERS:
+        return
     for name, item in attributes_of(value).items():
-        yield f".{name}", item
+        if not _is_harmless(item, roots):
+            yield f".{name}", item
 
 
 _PLAIN_CLASSES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()

@@ -112,6 +112,13 @@ class InstancePool:
                     self._wake()  # the place that was meant for us goes to the next
                 raise
 
+    async def close_free(self) -> None:
+        """Close the instances that wait, so that the next one is new."""
+        while self._free:
+            instance = self._free.pop()
+            self._state[id(instance)] = "out"
+            await self.discard(instance)
+
     def release(self, instance: object) -> None:
         """Give an instance back for reuse.
 

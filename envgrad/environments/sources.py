@@ -178,7 +178,7 @@ class MixtureTasks:
     ) -> None:
         if not specs:
             raise ConfigurationError("a mixture of environments needs at least one environment, got none")
-        shares = [_exact_weight(spec.name, weight) for spec, weight in zip(specs, weights, strict=True)]
+        shares = [exact_weight(spec.name, weight) for spec, weight in zip(specs, weights, strict=True)]
         self._members = [
             _Member(EnvironmentTasks(spec, seed=seed, split=split, shuffle=shuffle), share / sum(shares))
             for spec, share in zip(specs, shares, strict=True)
@@ -274,7 +274,12 @@ def _permuted(index: int, length: int, keys: Sequence[int]) -> int:
             return index
 
 
-def _exact_weight(name: str, weight: float) -> Fraction:
+def exact_weight(name: str, weight: float) -> Fraction:
+    """The weight as it is written: 0.1 is one tenth.
+
+    Raises:
+        ConfigurationError: not positive and finite.
+    """
     if isinstance(weight, bool) or not math.isfinite(weight) or weight <= 0:
         raise ConfigurationError(
             f"the weight of environment {name!r} is {weight!r}; weights must be positive and finite "
@@ -291,9 +296,22 @@ def check_same(state: Mapping[str, object], key: str, current: object, what: str
         )
 
 
-def read_count(state: Mapping[str, object], key: str) -> int:
+def read_integer(state: Mapping[str, object], key: str) -> int:
     value = _read(state, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigurationError(f"the checkpoint's task state has {key}={value!r}; it must be an int")
+    return value
+
+
+def read_number(state: Mapping[str, object], key: str) -> float:
+    value = _read(state, key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigurationError(f"the checkpoint's task state has {key}={value!r}; it must be a finite number")
+    return float(value)
+
+
+def read_count(state: Mapping[str, object], key: str) -> int:
+    if (value := read_integer(state, key)) < 0:
         raise ConfigurationError(f"the checkpoint's task state has {key}={value!r}; it must be an int of at least 0")
     return value
 

@@ -74,7 +74,7 @@ class Reference(NamedTuple):
     path: str
 
 
-_LEAVES: frozenset[type] = frozenset(
+LEAVES: frozenset[type] = frozenset(
     [
         type(None),
         bool,
@@ -104,6 +104,16 @@ _SKIPPED_MODULES = frozenset(
 _CLIENT_NAME = re.compile(r"(Client|Connection|Socket)$")
 
 
+def is_skipped(kind: type) -> bool:
+    """Whether instances stand for something outside of the state: an id, a clock, a lock, a file, a client."""
+    return issubclass(kind, _SKIPPED_TYPES) or kind.__module__.partition(".")[0] in _SKIPPED_MODULES
+
+
+def is_client(kind: type) -> bool:
+    """Whether the class calls itself a client; its instances are listed as not compared."""
+    return _CLIENT_NAME.search(kind.__name__) is not None
+
+
 @dataclass(slots=True)
 class Walker:
     """Takes one picture. ``not_compared`` lists the paths (and types) that it could not read.
@@ -122,13 +132,18 @@ class Walker:
 
     def walk(self, value: object, path: str, depth: int = 0) -> Snapshot:
         kind = type(value)
-        if kind in _LEAVES or isinstance(value, Enum):
+        if kind in LEAVES or isinstance(value, Enum):
             return value
         if isinstance(value, str):
-            return Mark.SKIPPED if is_temporary_path(value, self._roots) else value
-        if isinstance(value, (int, float, bytes)):
-            return value
-        if isinstance(value, _SKIPPED_TYPES) or kind.__module__.partition(".")[0] in _SKIPPED_MODULES:
+            text = str.__str__(value)  # of a subclass, the plain text: its `==` is the user's
+            return Mark.SKIPPED if is_temporary_path(text, self._roots) else text
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, bytes):
+            return bytes.__getitem__(value, slice(None))
+        if is_skipped(kind):
             return Mark.SKIPPED
         if self._nodes >= MAX_NODES or depth >= MAX_DEPTH:
             bound = f"more than {MAX_NODES} values" if self._nodes >= MAX_NODES else f"{MAX_DEPTH} levels deep"
@@ -187,10 +202,10 @@ class Walker:
 
     def _object(self, value: object, path: str, depth: int) -> Snapshot:
         kind = type(value)
-        if _CLIENT_NAME.search(kind.__name__):
+        if is_client(kind):
             return self._unread(path, f"of type {kind.__qualname__}")
         attributes = attributes_of(value)
-        if not attributes and not _is_empty_by_nature(kind):
+        if not attributes and not is_empty_by_nature(kind):
             return self._unread(path, f"of type {kind.__qualname__}")
         return Node(kind.__qualname__, self._attributes(attributes, path, depth), True)
 
@@ -235,7 +250,7 @@ class _Empty:
     """As large as an instance without any state."""
 
 
-def _is_empty_by_nature(kind: type) -> bool:
+def is_empty_by_nature(kind: type) -> bool:
     """Whether an instance without attributes has no state at all: its class is written in Python, not in C."""
     in_python = any("__dict__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__[:-1])
     return in_python and kind.__basicsize__ <= _Empty.__basicsize__
@@ -259,7 +274,7 @@ _UNREADABLE = object()
 
 def _lookup(key: object) -> Any:
     """``key`` as something that can be looked up by value; ``_UNREADABLE`` if it cannot."""
-    if type(key) in _LEAVES or isinstance(key, (str, int, float, bytes, Enum)):
+    if type(key) in LEAVES or isinstance(key, (str, int, float, bytes, Enum)):
         return key
     if isinstance(key, (tuple, frozenset)):
         parts = [_lookup(part) for part in key]

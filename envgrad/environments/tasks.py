@@ -3,7 +3,8 @@
 ::
 
     EnvironmentTasks   one environment draws its own tasks   --.
-    MixtureTasks       several of them, mixed by weight      --+-> Draw -> TaskStream -> Task
+    MixtureTasks       several of them, mixed by weight      --|
+    CurriculumTasks    the same, weights move with results   --+-> Draw -> TaskStream -> Task
     DatasetTasks       the rows of a dataset feed reset      --|
     StreamingTasks     the same, from a stream               --'
 
@@ -15,9 +16,10 @@ training and an evaluation stream never share an id, since the split is hashed t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from envgrad.environments.curriculum import CurriculumOptions, CurriculumTasks
 from envgrad.environments.dataset_tasks import Dataset, DatasetTasks, StreamingTasks, dataset_tasks
 from envgrad.environments.sources import (
     Draw,
@@ -31,12 +33,14 @@ from envgrad.environments.sources import (
     read_mapping,
 )
 from envgrad.errors import ConfigurationError
-from envgrad.types import Task
+from envgrad.types import Group, Task
 
 if TYPE_CHECKING:
     from envgrad.environments.spec import EnvironmentSpec
 
 __all__ = [
+    "CurriculumOptions",
+    "CurriculumTasks",
     "DatasetTasks",
     "Draw",
     "EnvironmentTasks",
@@ -85,6 +89,19 @@ class TaskStream:
     def passes(self) -> float:
         """Passes over finite data so far, counted in draws; 0 for endless data."""
         return self._source.passes
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares that a curriculum gives to the environments now; empty without one."""
+        return self._source.curriculum.shares if isinstance(self._source, CurriculumTasks) else {}
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Tell what came of tasks of this stream: a curriculum sets its shares by it. Without one nothing happens.
+
+        Deterministic given the order of ``groups``; call it between takes, at points that do not depend on the clock.
+        """
+        if isinstance(self._source, CurriculumTasks):
+            self._source.curriculum.observe(groups)
 
     def take(self, n: int) -> list[Task]:
         """The next ``n`` tasks. A take may cross an epoch's end.
@@ -147,6 +164,7 @@ def build_task_stream(
     weights: Mapping[str, float] | None = None,
     shuffle: bool = True,
     routed: bool | None = None,
+    curriculum: CurriculumOptions | None = None,
 ) -> TaskStream:
     """The task stream of a run: a dataset's rows if there is one, else what the environments own.
 
@@ -156,10 +174,12 @@ def build_task_stream(
         weights: shares of several environments that own their tasks; equal if None.
         shuffle: of finite data, anew for each epoch. Streaming data keeps its own order.
         routed: whether the rows' ``environment`` column names their environment. None: if there are several.
+        curriculum: lets the shares of several environments follow their results (``observe``).
 
     Raises:
         ConfigurationError: neither environment nor dataset; weights for unknown names, missing, not positive, or beside
-            a dataset; a dataset that does not fit (``dataset_tasks``).
+            a dataset; a curriculum beside a dataset or for one environment; a dataset that does not fit
+            (``dataset_tasks``).
         KeyError: a dataset without ``prompt`` and no environment.
 
     Example:
@@ -180,15 +200,19 @@ def build_task_stream(
         )
     if weights is not None:
         _check_weights(weights, specs, dataset)
+    if curriculum is not None:
+        _check_curriculum(specs, dataset)
     environments = list(specs.values())
+    shares = [1.0 if weights is None else weights[name] for name in specs]
     source: TaskSource
     if dataset is not None:
         routed = len(specs) > 1 if routed is None else routed
         source = dataset_tasks(dataset, environments, routed=routed, seed=seed, split=split, shuffle=shuffle)
     elif len(environments) == 1:
         source = EnvironmentTasks(environments[0], seed=seed, split=split, shuffle=shuffle)
+    elif curriculum is not None:
+        source = CurriculumTasks(environments, shares, curriculum, seed=seed, split=split, shuffle=shuffle)
     else:
-        shares = [1.0 if weights is None else weights[name] for name in specs]
         source = MixtureTasks(environments, shares, seed=seed, split=split, shuffle=shuffle)
     return TaskStream(source, seed=seed, split=split)
 
@@ -208,3 +232,16 @@ def _check_weights(weights: Mapping[str, float], specs: Mapping[str, Environment
             raise ConfigurationError(
                 f"environment_weights has no weight for {name!r}; give one for each environment ({known})"
             )
+
+
+def _check_curriculum(specs: Mapping[str, EnvironmentSpec], dataset: object) -> None:
+    if dataset is not None:
+        raise ConfigurationError(
+            "a curriculum beside a dataset cannot act: the rows' environment column decides how often each environment "
+            "is used; leave the curriculum out"
+        )
+    if len(specs) < 2:
+        raise ConfigurationError(
+            f"a curriculum moves weight between environments, and there is only {', '.join(specs)}; give several as "
+            "environment_factory={name: class}, or leave the curriculum out"
+        )

@@ -14,7 +14,6 @@ from envgrad.errors import EnvironmentFailure, EpisodeFailure
 from envgrad.rollout.scoring import RewardSource, RewardWeights
 from envgrad.sampling.sampler import Sampler, SamplingParams
 
-
 CustomRollout: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
 """Prompts (one for each sibling) -> ``prompt_ids``, ``completion_ids``, ``logprobs`` and more: see ``custom``."""
 

@@ -151,6 +151,4 @@ async def score_group(batch: RewardBatch, sources: Sequence[RewardSource], weigh
                 seconds={**episode.seconds, "reward": episode.seconds.get("reward", 0.0) + seconds},
             )
         )
-    return Scored(
-        episodes=tuple(scored), metrics={name: tuple(values) for name, values in batch.log.metrics.items()}
-    )
+    return Scored(episodes=tuple(scored), metrics={name: tuple(values) for name, values in batch.log.metrics.items()})

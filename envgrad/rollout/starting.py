@@ -41,11 +41,18 @@ class Starter:
             EpisodeFailure: there is no instance, or it cannot be reset; it is closed then.
         """
         isolation = self.context.isolation
-        if not isolation.settled:
-            if isolation.probing is None:
-                return await self._probe()
+        if isolation.settled:
+            return await self._start(isolation.stream(self._seed))
+        if isolation.probing is not None:
             await isolation.probing.wait()
-        return await self._start(isolation.stream(self._seed))
+            # A first start that failed has shown nothing: then each looks for itself.
+            return await (self._start(isolation.stream(self._seed)) if isolation.settled else self._probe())
+        isolation.probing = probing = asyncio.Event()
+        try:
+            return await self._probe()
+        finally:
+            isolation.probing = None
+            probing.set()
 
     @property
     def _seed(self) -> int:
@@ -53,10 +60,12 @@ class Starter:
         return hash63("generators", self.task.seed)
 
     async def _probe(self) -> EpisodeStart:
-        spec, isolation, stream = self.context.spec, self.context.isolation, Stream(self._seed)
-        known = loaded_generators()
-        isolation.probing = asyncio.Event()
-        isolation.draws_at_birth = bool(spec.factory_draws)  # the factory's first call may only have imported something
+        """Start with a stream swapped in, and see what is drawn from it. The start is good whatever is found."""
+        spec, isolation, known = self.context.spec, self.context.isolation, loaded_generators()
+        if not isolation.settled:
+            # No more than a hint: the factory's first call may only have imported something that draws.
+            isolation.draws_at_birth = bool(spec.factory_draws)
+        stream = Stream(self._seed)
         begin: EpisodeStart | None = None
         try:
             begin = await self._start(stream)
@@ -66,11 +75,8 @@ class Starter:
                 await self.pool.discard(again.instance)
                 begin = await self._start(stream)
         finally:
-            drawn = stream.drawn()
-            if begin is not None or drawn:  # a start that failed half-way proves nothing
-                isolation.settle(drawn, spec.name)
-            isolation.probing.set()
-            isolation.probing = None
+            if begin is not None or stream.drawn():
+                isolation.settle(stream.drawn(), spec.name)
         begin.stream = stream.copy(isolation.names) if isolation.active else None
         return begin
 

@@ -143,6 +143,33 @@ def test_ids_never_meet() -> None:
     assert len({task.group_id for task in every}) == len({task.seed for task in every}) == 30_000
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 5), train=st.integers(1, 30), evaluation=st.integers(1, 30), epochs=st.integers(1, 3),
+    others=st.booleans(),
+)  # fmt: skip
+def test_train_and_eval_visit_all_their_tasks_and_share_no_id(
+    seed: int, train: int, evaluation: int, epochs: int, others: bool
+) -> None:
+    given = specs(finite("a", train, evaluation), *([finite("b", evaluation, train)] if others else []))
+    lengths = {"train": {"a": train, "b": evaluation}, "eval": {"a": evaluation, "b": train}}
+    ids: list[set[int]] = []
+    for split, shuffle in (("train", True), ("eval", False)):
+        stream = build_task_stream(given, seed=seed, split=split, shuffle=shuffle)
+        assert stream.epoch_length is not None
+        tasks = stream.take(epochs * stream.epoch_length)
+        assert stream.passes == epochs
+        for name in given:
+            own = indices(task for task in tasks if task.environment == name)
+            length = lengths[split][name]
+            # equal shares: the longer environment is visited once per pass, the shorter one at least as often
+            for start in range(0, length * epochs, length):
+                assert sorted(own[start : start + length]) == list(range(length))
+        ids.append({task.group_id for task in tasks} | {task.seed for task in tasks})
+        assert len(ids[-1]) == 2 * len(tasks)
+    assert not ids[0] & ids[1]
+
+
 class TestFinite:
     def test_each_task_comes_once_per_epoch_in_another_order(self) -> None:
         stream = build_task_stream(specs(finite("a", 40)), seed=0, split="train")
@@ -218,6 +245,28 @@ class TestMixture:
             counts[mixture.draw().environment] += 1
             for name, weight in zip(names, weights, strict=True):
                 assert abs(counts[name] - number * weight / sum(weights)) < 1 + 1e-9
+
+    @settings(max_examples=15, deadline=None)
+    @given(
+        exponents=st.lists(st.integers(-9, 9), min_size=2, max_size=40),
+        before=st.integers(0, 200),
+        finite_ones=st.booleans(),
+    )
+    def test_extreme_weights_and_a_resume_keep_the_shares(
+        self, exponents: list[int], before: int, finite_ones: bool
+    ) -> None:
+        weights = {f"e{number}": 10.0**exponent for number, exponent in enumerate(exponents)}
+        given = specs(*(finite(name, 3) if finite_ones else endless(name) for name in weights))
+        stopped, resumed = (
+            build_task_stream(given, seed=0, split="train", weights=weights, shuffle=False) for _ in range(2)
+        )
+        counts = Counter(task.environment for task in stopped.take(before))
+        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+        total = sum(weights.values())
+        for number in range(before + 1, before + 60):
+            counts[resumed.take(1)[0].environment] += 1
+            for name, weight in weights.items():
+                assert abs(counts[name] - number * weight / total) < 1 + 1e-9
 
     def test_by_hand(self) -> None:
         # shares 1/2, 1/3, 1/6: draws are due by a: 2 4 6, b: 3 6, c: 6, and may come once their share has begun,
@@ -347,6 +396,29 @@ class TestRows:
             build_task_stream(specs(endless("a"), endless("b")), seed=0, split="train", dataset=Columns(table))
         assert read == [["environment"]]
 
+    @pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])
+    def test_a_dataset_may_hold_nothing_but_the_routing_column(self, make: Callable[..., Any]) -> None:
+        dataset = make([{"environment": "b"}, {"environment": "a"}])
+        stream = build_task_stream(
+            specs(endless("a"), endless("b")), seed=0, split="train", dataset=dataset, shuffle=False
+        )
+        assert [(task.environment, task.row) for task in stream.take(3)] == [
+            ("b", {"environment": "b"}), ("a", {"environment": "a"}), ("b", {"environment": "b"}),
+        ]  # fmt: skip
+
+    def test_a_dict_of_one_environment_routes_too(self) -> None:
+        one = specs(endless("a"))
+        rows = [{"environment": "a"}]
+        assert build_task_stream(one, seed=0, split="train", dataset=rows, routed=True).take(1)[0].environment == "a"
+        with pytest.raises(ConfigurationError, match="no column 'environment'"):
+            build_task_stream(one, seed=0, split="train", dataset=[{"prompt": "?"}], routed=True)
+
+    def test_plain_and_conversational_prompts_need_no_environment(self) -> None:
+        for prompt in ("1+1?", [{"role": "user", "content": "1+1?"}]):
+            for dataset in ([{"prompt": prompt}], datasets.Dataset.from_list([{"prompt": prompt}])):
+                task = build_task_stream({}, seed=0, split="train", dataset=dataset).take(1)[0]
+                assert (task.environment, task.row) == ("", {"prompt": prompt})
+
     def test_without_routing_one_row_is_read(self) -> None:
         dataset = Indexed(ROWS)
         build_task_stream(specs(endless("a")), seed=0, split="train", dataset=dataset)
@@ -441,6 +513,36 @@ class TestStreaming:
             stream.take(1)
         with pytest.raises(KeyError, match="row 0 of the dataset has no column 'prompt'"):
             build_task_stream({}, seed=0, split="train", dataset=iter([{"text": "?"}])).take(1)
+
+    def test_a_datasets_stream_that_knows_its_columns_is_checked_at_construction(self) -> None:
+        known = datasets.Dataset.from_list([{"prompt": "?", "seed": 1}]).to_iterable_dataset()
+        with pytest.raises(ConfigurationError, match=r"no column 'environment', only \['prompt', 'seed'\]; .* of a, b"):
+            build_task_stream(specs(endless("a"), endless("b")), seed=0, split="train", dataset=known)
+        with pytest.raises(ConfigurationError, match="the dataset has a column 'seed', but reset gets 'seed' from the"):
+            build_task_stream(specs(endless("a")), seed=0, split="train", dataset=known)
+
+    @pytest.mark.parametrize("name", ["c", None])
+    def test_a_datasets_stream_names_the_row_with_an_unknown_environment_before_it_is_used(
+        self, name: str | None
+    ) -> None:
+        rows = datasets.Dataset.from_list([{"environment": "b"}, {"environment": name}]).to_iterable_dataset()
+        stream = build_task_stream(specs(endless("a"), endless("b")), seed=0, split="train", dataset=rows)
+        assert stream.take(1)[0].environment == "b"
+        message = f"row 1 of the dataset has environment={name!r}, which is none of the environments; use one of a, b"
+        with pytest.raises(ConfigurationError, match=message):
+            stream.take(1)
+
+    def test_a_datasets_stream_of_unknown_columns_is_checked_row_by_row(self) -> None:
+        def rows() -> Iterator[dict[str, Any]]:
+            yield {"prompt": "?", "environment": "a"}
+            yield {"prompt": "?"}
+
+        made = datasets.IterableDataset.from_generator(rows)
+        assert made.column_names is None
+        stream = build_task_stream(specs(endless("a"), endless("b")), seed=0, split="train", dataset=made)
+        stream.take(1)
+        with pytest.raises(ConfigurationError, match="row 1 of the dataset has no column 'environment'"):
+            stream.take(1)
 
     def test_an_iterator_that_ends(self) -> None:
         stream = build_task_stream({}, seed=0, split="train", dataset=iter([{"prompt": "?"}]))

@@ -126,7 +126,7 @@ class IgnoresSeed(Sound):
     determinism = None
 
     def reset(self, seed: int, split: str = "train") -> str:
-        self.seed = seed
+        self.seed, self.split, self.random = seed, split, random.Random(seed)  # kept, and of no use
         return super().reset(7, split)
 
 
@@ -433,3 +433,45 @@ class NanChoice(Sound):
     def shout(self, loudness: NotANumber) -> str:
         """Shout."""
         return str(loudness)
+
+
+class DoneIsMethod(Sound):
+    def done(self) -> bool:  # type: ignore[override]
+        return len(self.guesses) >= 3
+
+
+class HiddenId(Sound):
+    def reset(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return super().reset(kwargs["seed"], kwargs["split"])
+
+
+class SameSeries:
+    """Each instance draws the same series of tasks."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def reset(self) -> str:
+        self.secret = self.random.randrange(10**6)
+        return "Guess."
+
+    def guess(self, number: int) -> str:
+        """Guess the number."""
+        return "right" if number == self.secret else "wrong"
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+class KeepsNan(Sound):
+    """Sound, with a value in its state that is not equal to itself."""
+
+    def reset(self, seed: int, split: str = "train") -> str:
+        self.score = math.nan
+        return super().reset(seed, split)
+
+
+class NanAndIgnoresSeed(IgnoresSeed):
+    def reset(self, seed: int, split: str = "train") -> str:
+        self.score = math.nan
+        return super().reset(seed, split)

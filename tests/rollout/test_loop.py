@@ -63,3 +63,20 @@ def test_gather_cancels_the_others_and_waits_for_them():
     with pytest.raises(ValueError, match="first"):
         asyncio.run(gather_or_cancel([waits("a"), fails(), waits("b")]))
     assert sorted(ended) == ["a", "b"]
+
+
+def test_what_was_submitted_runs_beside_and_can_be_cancelled():
+    loop = RolloutLoop()
+    ended = threading.Event()
+
+    async def waits():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    waiting = loop.submit(waits())
+    assert loop.submit(asyncio.sleep(0, result=3)).result(timeout=5) == 3
+    waiting.cancel()
+    assert ended.wait(5)
+    loop.close()

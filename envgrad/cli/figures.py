@@ -112,13 +112,13 @@ class RunFigures:
 
     def _add_round(self, played: Round) -> None:
         self.last_round = played
-        episodes = [episode for group in (*played.groups, *played.dropped) for episode in group.episodes]
+        episodes = [episode for group in (*played.scored, *played.dropped) for episode in group.episodes]
         self.total_episodes += len(episodes)
         before, tokens = self._played
         self._played = (before + len(episodes), tokens + sum(episode.num_sampled_tokens for episode in episodes))
         self.failures += played.failures
         self.dropped_groups += len(played.dropped)
-        kept = [episode for group in played.groups for episode in group.episodes]
+        kept = [episode for group in played.scored for episode in group.episodes]
         self.rewards.extend(_mean_reward(kept))
         for name in sorted({episode.task.environment for episode in kept}):
             of_name = [episode for episode in kept if episode.task.environment == name]

@@ -91,6 +91,96 @@ def train(
     run_train(model=model, environments=environment or [], config_file=config, arguments=ctx.args)
 
 
+@app.command(
+    "eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: envgrad eval --model starter --environment envgrad.starter.compass:Compass --tasks 50 --samples 4",
+)
+def evaluate(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A name, a folder, a checkpoint, a .gguf file, 'starter', or what --endpoint calls it."),
+    ] = None,
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(help="module:Class, path/to/file.py:Class, or name=module:Class; repeat it for several."),
+    ] = None,
+    dataset: Annotated[
+        Path | None, typer.Option(help="JSON lines whose rows feed reset; without it the environment owns the tasks.")
+    ] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Tasks to play; 200, or all rows of --dataset.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
+    split: Annotated[str, typer.Option(help="eval or train.")] = "eval",
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of an OpenAI-compatible server that answers instead of a model here.")
+    ] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the endpoint's key.")] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that one answer of the endpoint may take; 300.")
+    ] = None,
+    patience: Annotated[
+        float | None, typer.Option(help="Seconds that a failing request to the endpoint is repeated; 60.")
+    ] = None,
+    price_in: Annotated[float | None, typer.Option(help="Price of a million tokens read.")] = None,
+    price_out: Annotated[float | None, typer.Option(help="Price of a million tokens written.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Where episodes and figures go; runs/eval-... by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live display.")] = False,
+) -> None:
+    """Measure a model in environments: reward, pass@k, intervals, ends, tokens and cost. Nothing is trained.
+
+    Sampling, limits and timeouts are options too, named as in `envgrad train`: --temperature 0, --max-turns 8,
+    --max-completion-length 1024, --episode-timeout 60, --max-concurrent-episodes 32, --seed 1, ...
+    """
+    from envgrad.cli.eval import EvalRequest, run_eval
+    from envgrad.evaluation.cost import Prices
+
+    run_eval(
+        EvalRequest(
+            model=model,
+            environments=environment or [],
+            dataset=dataset,
+            tasks=tasks,
+            samples=samples,
+            split=split,
+            endpoint=endpoint,
+            api_key_env=api_key_env,
+            request_timeout=request_timeout,
+            patience=patience,
+            prices=Prices(per_million_in=price_in, per_million_out=price_out),
+            output_dir=output_dir,
+            as_json=as_json,
+            plain=plain,
+            arguments=ctx.args,
+        )
+    )
+
+
+@app.command(epilog="Example: envgrad check envgrad.starter.compass:Compass")
+def check(
+    environment: Annotated[str, typer.Argument(help="module:Class or path/to/file.py:Class.", show_default=False)],
+    row: Annotated[
+        list[str] | None,
+        typer.Option(help="A row of its dataset as JSON, if reset names columns; repeat it for several."),
+    ] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Tasks to play.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="Actions in an episode, at most.")] = 8,
+    seed: Annotated[int, typer.Option(help="Decides tasks and actions.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one call may take.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+) -> None:
+    """Play an environment without a model: contract, determinism, isolation, and what idle agents earn.
+
+    Exit code 1 if it breaks the contract.
+    """
+    from envgrad.cli.check import run_check
+
+    run_check(environment, rows=row or [], groups=groups, turns=turns, seed=seed, timeout=timeout, as_json=as_json)
+
+
 def main() -> NoReturn:
     """Run the command that ``sys.argv`` names and leave with its exit code."""
     try:

@@ -20,12 +20,12 @@ UNUSED = {
 
 def show_train_help(front: str, console: Console | None = None) -> None:
     """Print the command's own help, then a table of the configuration's options."""
-    from envgrad.config import REFUSED, GRPOConfig
+    from envgrad.config import REFUSED, TRL_REFUSED, GRPOConfig
 
     out = console or Console()
     if front:
         out.print(Text(front))
-    shown = [field for field in read_fields(GRPOConfig).values() if field.name not in REFUSED | UNUSED]
+    shown = [field for field in read_fields(GRPOConfig).values() if field.name not in REFUSED | TRL_REFUSED | UNUSED]
     ours = [field for field in shown if field.owner != "TrainingArguments" and field.help]
     rest = [field for field in shown if field not in ours]
     out.print(_table("Options of envgrad", ours))

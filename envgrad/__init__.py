@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from envgrad.algorithms.base import Algorithm
+    from envgrad.algorithms.custom import custom
     from envgrad.algorithms.grpo import GRPO
-    from envgrad.config import GRPOConfig
+    from envgrad.algorithms.rloo import RLOO
+    from envgrad.algorithms.sdpo import SDPO
+    from envgrad.compat.datasets_config import DatasetMixtureConfig, ScriptArguments, get_dataset
+    from envgrad.compat.model_config import ModelConfig, get_peft_config, get_quantization_config
+    from envgrad.compat.parser import TrlParser, init_zero_verbose
+    from envgrad.compat.progress import RichProgressCallback
+    from envgrad.config import GRPOConfig, RLOOConfig, SDPOConfig
+    from envgrad.environments.check import check_environment
     from envgrad.environments.contract import Environment, StepResult, ToolResult, tool
     from envgrad.errors import (
         ConfigurationError,
@@ -22,7 +30,8 @@ if TYPE_CHECKING:
         TooManyFailures,
     )
     from envgrad.training.trainer import RolloutTrainer
-    from envgrad.training.trainers import GRPOTrainer
+    from envgrad.training.trainers import GRPOTrainer, RLOOTrainer, SDPOTrainer
+    from envgrad.training.warm_start import export_episodes, warm_start
     from envgrad.types import Episode, Group, StopReason, Task, TrainingSample
 
 __version__ = "0.1.0"
@@ -30,6 +39,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Algorithm": "envgrad.algorithms.base",
     "ConfigurationError": "envgrad.errors",
+    "DatasetMixtureConfig": "envgrad.compat.datasets_config",
     "EnvgradError": "envgrad.errors",
     "Environment": "envgrad.environments.contract",
     "EnvironmentContractError": "envgrad.errors",
@@ -40,20 +50,41 @@ _HOME = {
     "GRPOConfig": "envgrad.config",
     "GRPOTrainer": "envgrad.training.trainers",
     "Group": "envgrad.types",
+    "ModelConfig": "envgrad.compat.model_config",
+    "RLOO": "envgrad.algorithms.rloo",
+    "RLOOConfig": "envgrad.config",
+    "RLOOTrainer": "envgrad.training.trainers",
+    "RichProgressCallback": "envgrad.compat.progress",
     "RolloutTrainer": "envgrad.training.trainer",
+    "SDPO": "envgrad.algorithms.sdpo",
+    "SDPOConfig": "envgrad.config",
+    "SDPOTrainer": "envgrad.training.trainers",
+    "ScriptArguments": "envgrad.compat.datasets_config",
     "StepResult": "envgrad.environments.contract",
     "StopReason": "envgrad.types",
     "Task": "envgrad.types",
     "TooManyFailures": "envgrad.errors",
     "ToolResult": "envgrad.environments.contract",
     "TrainingSample": "envgrad.types",
+    "TrlParser": "envgrad.compat.parser",
+    "check_environment": "envgrad.environments.check",
+    "custom": "envgrad.algorithms.custom",
+    "export_episodes": "envgrad.training.warm_start",
+    "get_dataset": "envgrad.compat.datasets_config",
+    "get_peft_config": "envgrad.compat.model_config",
+    "get_quantization_config": "envgrad.compat.model_config",
+    "init_zero_verbose": "envgrad.compat.parser",
     "tool": "envgrad.environments.contract",
+    "warm_start": "envgrad.training.warm_start",
 }
 
 __all__ = [
     "GRPO",
+    "RLOO",
+    "SDPO",
     "Algorithm",
     "ConfigurationError",
+    "DatasetMixtureConfig",
     "EnvgradError",
     "Environment",
     "EnvironmentContractError",
@@ -63,14 +94,30 @@ __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
     "Group",
+    "ModelConfig",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "RichProgressCallback",
     "RolloutTrainer",
+    "SDPOConfig",
+    "SDPOTrainer",
+    "ScriptArguments",
     "StepResult",
     "StopReason",
     "Task",
     "TooManyFailures",
     "ToolResult",
     "TrainingSample",
+    "TrlParser",
+    "check_environment",
+    "custom",
+    "export_episodes",
+    "get_dataset",
+    "get_peft_config",
+    "get_quantization_config",
+    "init_zero_verbose",
     "tool",
+    "warm_start",
 ]
 
 

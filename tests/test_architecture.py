@@ -18,20 +18,25 @@ FLOW = [
     ["environments", "chat"],
     ["sampling.sampler", "sampling.scripted"],
     ["rollout", "advantages"],
-    ["rewards"],
-    ["attention", "layout", "packing", "linear_head", "logprobs", "losses", "sampling"],
+    ["rewards", "evaluation", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"],
+    ["attention", "layout", "batch", "packing", "divergence", "linear_head", "head", "logprobs", "losses", "sampling"],
     ["algorithms"],
     ["config"],
-    ["training", "starter"],
+    ["training", "starter", "compat"],
     ["cli", "__main__"],
 ]
 """Rooms from left to right; a room may import its own, and any room to its left."""
 
 LIGHT = ["types", "errors", "environments", "chat", "rollout", "sampling.sampler", "sampling.scripted", "cli"]
+LIGHT += ["evaluation", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"]
 
 PUBLIC = {
     *("Algorithm", "ConfigurationError", "EnvgradError", "Environment", "EnvironmentContractError"),
     *("EnvironmentFailure", "Episode", "EpisodeDone", "GRPO", "GRPOConfig", "GRPOTrainer", "Group", "RolloutTrainer"),
+    *("DatasetMixtureConfig", "ModelConfig", "RichProgressCallback", "ScriptArguments", "TrlParser", "get_dataset"),
+    *("get_peft_config", "get_quantization_config", "init_zero_verbose"),
+    *("check_environment", "custom", "export_episodes", "warm_start"),
+    *("RLOO", "RLOOConfig", "RLOOTrainer", "SDPO", "SDPOConfig", "SDPOTrainer"),
     *("StepResult", "StopReason", "Task", "TooManyFailures", "ToolResult", "TrainingSample", "tool"),
 }
 

@@ -2,6 +2,9 @@
 
 from envgrad.config.grpo import GRPOConfig
 from envgrad.config.refused import REFUSED
+from envgrad.config.rloo import RLOOConfig
 from envgrad.config.rollout import RolloutConfig, round_size
+from envgrad.config.sdpo import SDPOConfig
+from envgrad.config.trl_fields import TRL_REFUSED
 
-__all__ = ["REFUSED", "GRPOConfig", "RolloutConfig", "round_size"]
+__all__ = ["REFUSED", "TRL_REFUSED", "GRPOConfig", "RLOOConfig", "RolloutConfig", "SDPOConfig", "round_size"]

@@ -10,9 +10,24 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigurationError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
 
 
+def given(name: str, value: object) -> None:
+    if value is None:
+        raise ConfigurationError(f"{name}=None is no number; set one, or leave it at its default")
+
+
 def at_least(name: str, value: float | None, least: float, *, why: str = "") -> None:
     if value is not None and value < least:
         raise ConfigurationError(f"{name}={value} must be at least {least}{'; ' + why if why else ''}")
+
+
+def scale_name(value: object) -> str:
+    """True and False (or their text) are group and none, as in trl.
+
+    Example:
+        >>> scale_name(False), scale_name("batch")
+        ('none', 'batch')
+    """
+    return {"true": "group", "false": "none"}.get(str(value).lower(), str(value))
 
 
 def at_most_concurrent(name: str, siblings: int | None, limit: int | None) -> None:

@@ -29,8 +29,6 @@ REFUSED: dict[str, str] = {
     "liger_kernel_config": "it replaces the model's forward, which computes the log-probs here; remove it",
     "neftune_noise_alpha": "noise in the embeddings would change the log-probs that were sampled; leave it unset",
     "parallelism_config": "context and sequence parallelism are not supported; remove it",
-    "per_device_eval_batch_size": "evaluation plays eval_tasks tasks of num_generations_eval episodes at once, as many "
-    "as max_concurrent_episodes lets; set those",
     "prediction_loss_only": "evaluation plays episodes; remove it",
     "remove_unused_columns": "all columns go to reset and the reward functions; leave it at False",
     "torch_empty_cache_steps": "rows are packed to a token budget; lower max_tokens_per_microbatch instead",

@@ -166,28 +166,26 @@ def _plain(half: Half) -> str:
 
 
 def completions_table(rows: Sequence[CompletionRow], step: int) -> Panel:
-    """The table on the console.
+    """The table on the console: prompt, completion, and below each other what they earned.
 
     Example:
         >>> row = CompletionRow(prompt="1+1=", completion="2", rewards={"exact": 1.0}, advantage=0.5, extras={})
         >>> completions_table([row], 3).title
         'Step 3'
     """
-    rewards, extras = _names(rows)
-    table = Table(box=None, expand=True, header_style="bold", padding=(0, 1), leading=0)
-    table.add_column("Prompt", ratio=3, overflow="fold", style="yellow")
-    table.add_column("Completion", ratio=3, overflow="fold", style="green")
-    for name in [*rewards, "Advantage"]:
-        table.add_column(Text(name), justify="right", style="cyan")
-    for name in extras:
-        table.add_column(Text(name), overflow="fold")
+    table = Table(box=None, expand=True, header_style="bold", padding=(0, 1, 1, 1))
+    table.add_column("Prompt", ratio=1, overflow="fold", style="yellow")
+    table.add_column("Completion", ratio=1, overflow="fold", style="green")
+    table.add_column("Rewards", max_width=36, overflow="fold", style="cyan")
     for row in rows:
-        numbers = [row.rewards.get(name) for name in rewards] + [row.advantage]
-        cells = [Text("-" if value is None else f"{value:.2f}") for value in numbers]
-        table.add_row(
-            _text(row.prompt), _text(row.completion), *cells, *(Text(str(row.extras.get(name, ""))) for name in extras)
-        )
+        table.add_row(_text(row.prompt), _text(row.completion), _scores(row))
     return Panel(table, title=f"Step {step}")
+
+
+def _scores(row: CompletionRow) -> Text:
+    numbers = {**row.rewards, "advantage": row.advantage}
+    lines = [f"{name} {'-' if value is None else f'{value:.2f}'}" for name, value in numbers.items()]
+    return Text("\n".join([*lines, *(f"{name}: {value}" for name, value in row.extras.items())]))
 
 
 def _text(half: Half) -> Text:

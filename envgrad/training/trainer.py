@@ -14,7 +14,6 @@ is set by a callback of ours; ``evaluate`` plays episodes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -24,37 +23,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, set_seed
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, TrainOutput
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput
 
 from envgrad.algorithms.base import Algorithm
-from envgrad.attention import use_envgrad_attention
 from envgrad.config import RolloutConfig, round_size
-from envgrad.environments.tasks import TaskStream
+from envgrad.config.mixture import own_temperatures
 from envgrad.errors import ConfigurationError, TooManyFailures
-from envgrad.evaluation.summary import evaluation_metrics
-from envgrad.logprobs import check_packed_forward, install_policy_forward, policy_logprobs
+from envgrad.logprobs import install_policy_forward, policy_logprobs
 from envgrad.losses import LossInputs, LossOutputs, Metric, merge_metrics
-from envgrad.packing import MicroBatch, PackMode
+from envgrad.packing import MicroBatch
 from envgrad.rollout.runner import Round
-from envgrad.training.checkpoint import AtomicCheckpoints, load_pending, load_progress
-from envgrad.training.clock import ClockCallback, planned_groups, planned_steps
+from envgrad.training.checkpoint import load_pending, load_progress
+from envgrad.training.clock import ClockCallback, planned_groups
 from envgrad.training.completions import completion_log
 from envgrad.training.episode_log import EpisodeLog
-from envgrad.training.generation import Generated, generate
+from envgrad.training.evaluating import EvaluatingTrainer
 from envgrad.training.inputs import UserInputs
 from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.model import Reference, has_dropout, is_half_precision, load_policy
 from envgrad.training.prepare import Preparation
 from envgrad.training.reference import REFERENCE_NAME, sync_reference
 from envgrad.training.rollouts import Rollouts
+from envgrad.training.setup import check_attention, loop_args, pack_mode_of
 from envgrad.training.stream import StepItem, StepStream
 from envgrad.training.teacher import Teacher
-from envgrad.types import Message
 
 logger = logging.getLogger(__name__)
 
 
-class RolloutTrainer(AtomicCheckpoints, Trainer):
+class RolloutTrainer(EvaluatingTrainer, Trainer):
     """Trains a policy on what its environments play. Use ``GRPOTrainer`` and its kin, or pass an ``algorithm``.
 
     Args:
@@ -100,12 +97,12 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
             self.algorithm = algorithm.with_reward_weights(self.rollouts.reward_weights.by_name)
             self._beginning = self.progress_state()
             install_policy_forward(policy.base)
-            self.pack_mode = _pack_mode(policy.base)
-            _check_attention(args, self.pack_mode)
+            self.pack_mode = pack_mode_of(policy.base)
+            check_attention(args, self.pack_mode)
             use_cache = policy.base.config.use_cache
             super().__init__(
                 model=policy.model,
-                args=_loop_args(args, self._tasks.epoch_length),
+                args=loop_args(args, self._tasks.epoch_length),
                 processing_class=policy.tokenizer,
                 callbacks=list(callbacks),
                 optimizers=optimizers,
@@ -179,7 +176,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
                 prepare=self.preparation,
                 group_limit=planned_groups(config, self._tasks.epoch_length),
                 max_dynamic_rounds=config.dynamic_rounds(),
-                temperatures=self.rollouts.temperatures,
+                temperatures=own_temperatures(config),
                 reprompt=None if self.teacher is None else self.teacher.reprompt,
                 publish=lambda: self.rollouts.publish(self.state.global_step),
             )
@@ -222,6 +219,7 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
         self._averages.add(
             metrics
             | inputs.metrics
+            | ({} if self.teacher is None else {"tokens/teacher": float(inputs.batch.num_teacher_tokens)})
             | {f"time/{name}": seconds for name, seconds in inputs.seconds.items()}
             | {
                 "time/train": time.perf_counter() - began,
@@ -270,50 +268,6 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
 
     # -- evaluation and checkpoints
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Play the evaluation's tasks, the same ones every time; log ``<prefix>_reward`` and others.
-
-        They are the rows of ``eval_dataset`` (of this call, or of construction), or without one ``eval_tasks`` tasks of
-        the environments' ``split="eval"``. Of ``{name: dataset}`` each is played and logged as ``<prefix>_<name>_*``.
-        ``<prefix>_reward_ci95`` is half of its 95% interval over tasks; ``<prefix>_pass@k`` counts episodes with a reward
-        of at least ``eval_success_reward``.
-
-        Raises:
-            ConfigurationError: there is no environment, and no dataset to evaluate on.
-        """
-        streams = self.rollouts.eval_streams(eval_dataset)
-        if not streams:
-            raise ConfigurationError("nothing to evaluate on: there is no environment; pass eval_dataset=")
-        metrics: dict[str, float] = {}
-        for name, (tasks, count) in streams.items():
-            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            played = self.play_eval(tasks, count)
-            figures = round_metrics(played) | evaluation_metrics(played, self.user_args.eval_success_reward)
-            metrics |= {f"{prefix}_{key}": value for key, value in figures.items()}
-            metrics[f"{prefix}_time/rollout"] = played.seconds
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def play_eval(self, tasks: TaskStream | None = None, count: int | None = None) -> Round:
-        """The episodes that ``evaluate`` scores: ``count`` of ``tasks``, or ``eval_tasks`` of the environments' own."""
-        config = self.user_args
-        with self.rollouts.open() as runner:
-            self.rollouts.publish(self.state.global_step)
-            policy = self.rollouts.group_policy(config.num_generations_eval or 1, config.per_device_eval_batch_size)
-            played = runner.play(tasks or self.rollouts.eval_tasks(), count or config.eval_tasks, policy)
-        if self.episode_log is not None:
-            self.episode_log.write(played, step=self.state.global_step)
-        return played
-
-    def generate(
-        self, prompts: Sequence[str | list[Message] | list[int]], *, max_tokens: int | None = None
-    ) -> list[Generated]:
-        """The policy's answers to ``prompts``, with token ids and log-probs: for a ``rollout_func``."""
-        return generate(self.rollouts, prompts, max_tokens=max_tokens)
-
     def _validate_args(self) -> None:
         """Evaluation needs no dataset here."""
         strategy, self.args.eval_strategy = self.args.eval_strategy, IntervalStrategy.NO
@@ -359,39 +313,3 @@ class RolloutTrainer(AtomicCheckpoints, Trainer):
     def close(self) -> None:
         """Close what construction opened. ``train`` and ``evaluate`` close what they open by themselves."""
         self.rollouts.close()
-
-
-def _pack_mode(model: PreTrainedModel) -> PackMode:
-    """Shared prompts where the model's packed forward equals its plain one; else one plain row per forward."""
-    fault = check_packed_forward(model)
-    if fault is None:
-        use_envgrad_attention(model)
-        return "shared"
-    logger.warning("rows are trained one per forward, which is slow: %s", fault)
-    return "single"
-
-
-def _check_attention(config: RolloutConfig, mode: PackMode) -> None:
-    wanted = (config.mapping("model_init_kwargs") or {}).get("attn_implementation")
-    if wanted is not None and mode == "shared":
-        raise ConfigurationError(
-            f"model_init_kwargs has attn_implementation={wanted!r}, which cannot act: packed rows and kept keys and "
-            "values need envgrad's own attention; remove it"
-        )
-
-
-def _loop_args(config: RolloutConfig, epoch_length: int | None) -> RolloutConfig:
-    """The arguments as ``Trainer``'s loop must see them: one item a step, no data to skip, NaN shown."""
-    args = copy.copy(config)
-    args.gradient_accumulation_steps = 1
-    args.max_steps = planned_steps(config, epoch_length)
-    args.ignore_data_skip = True
-    args.logging_nan_inf_filter = False
-    on_plateau = config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-    has_best = config.load_best_model_at_end or config.save_strategy == SaveStrategy.BEST or on_plateau
-    if has_best and config.metric_for_best_model in (None, "loss"):
-        args.metric_for_best_model, args.greater_is_better = "eval_reward", True
-    if on_plateau:
-        mode = {"mode": "max" if args.greater_is_better else "min"}
-        args.lr_scheduler_kwargs = mode | dict(config.lr_scheduler_kwargs or {})
-    return args

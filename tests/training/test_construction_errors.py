@@ -85,6 +85,7 @@ def test_environments(tmp_path, environment, words):
         ({"delta": 1.1}, ["delta=1.1"]),
         ({"epsilon": 1.0}, ["epsilon=1.0"]),
         ({"group_consistency": "maybe"}, ["group_consistency='maybe'", "require"]),
+        ({"isolate_generators": "yes"}, ["isolate_generators='yes'", "always"]),
         ({"tool_timeout": 0}, ["tool_timeout=0"]),
         ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0.1"]),
         ({"dataloader_num_workers": 2}, ["dataloader_num_workers=2"]),

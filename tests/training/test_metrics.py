@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.runner import Round
 from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.stream import split_round
@@ -91,13 +92,13 @@ def test_a_dropped_episode_leaves_its_step_smaller_and_shifts_no_other():
             )
             for one in episodes
         ]  # fmt: skip
-    steps = split_round(groups, samples, episodes_per_step=6, num_generations=4)
+    steps = split_round(groups, samples, 6, GroupPolicy(num_generations=4))
     found = [[(s.episode.task.position, s.episode.sibling) for s in step] for step in steps]
     assert found == [
         [(0, 0), (0, 2), (0, 3), (1, 0), (1, 1)],
         [(1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)],
     ]
-    empty = split_round(groups, samples[:3], episodes_per_step=6, num_generations=4)
+    empty = split_round(groups, samples[:3], 6, GroupPolicy(num_generations=4))
     assert [len(step) for step in empty] == [3, 0], "a step that lost all its samples is kept"
 
 

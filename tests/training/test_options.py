@@ -103,7 +103,6 @@ def test_disable_dropout_reaches_adapters(tmp_path):
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
         ({"max_concurrent_episodes": 3}, "max_concurrent_episodes=3 must be at least num_generations=4"),
         ({"max_concurrent_episodes": 4, "num_generations_eval": 5}, "num_generations_eval=5"),
-        ({"per_device_eval_batch_size": 2}, "per_device_eval_batch_size=2 cannot act"),
         ({"torch_empty_cache_steps": 1}, "torch_empty_cache_steps=1 cannot act"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True cannot act"),
         ({"use_cache": True}, "use_cache=True cannot act"),

@@ -257,7 +257,7 @@ def test_evaluation_plays_tasks_that_training_never_draws(tmp_path):
     metrics = trainer.evaluate()
     assert len(first) == 5 and Spy.seen["eval"] == first and not first & Spy.seen["train"]
     assert len(logged(trainer, "eval_reward")) == 3 and 0 <= metrics["eval_reward"] <= 1
-    with pytest.raises(ConfigurationError, match="eval_dataset"):
+    with pytest.raises(ConfigurationError, match="row 0"):
         trainer.evaluate(eval_dataset=[1])
 
 

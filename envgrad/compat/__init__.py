@@ -1,0 +1,1 @@
+"""What scripts written for trl import beside trainers and configurations."""

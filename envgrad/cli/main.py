@@ -80,15 +80,18 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="YAML file with model, environment and any option; flags override it.")
     ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="grpo, rloo or sdpo: whose options and defaults hold; grpo by default.")
+    ] = None,
     _help: Annotated[
         bool,
         typer.Option("--help", "-h", callback=_show_train_help, is_eager=True, help="Show this and every option."),
     ] = False,
 ) -> None:
-    """Train a model on environments. Every field of GRPOConfig is an option: --learning-rate 1e-5, --no-bf16, ..."""
+    """Train a model on environments. Every field of its configuration is an option: --learning-rate 1e-5, --no-bf16."""
     from envgrad.cli.train import run_train
 
-    run_train(model=model, environments=environment or [], config_file=config, arguments=ctx.args)
+    run_train(model=model, environments=environment or [], config_file=config, arguments=ctx.args, algorithm=algorithm)
 
 
 @app.command(

@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from envgrad.cli.algorithms import config_class, trainer_class
 from envgrad.cli.flags import convert, nearest, parse_flags, read_fields
 from envgrad.cli.locate import locate_environments
 from envgrad.cli.results import fresh_folder, save_results, show_next, show_places, show_plot
@@ -20,9 +21,9 @@ from envgrad.cli.train_help import UNUSED
 from envgrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from envgrad.config import GRPOConfig
+    from envgrad.config import RolloutConfig
 
-_OWN = ("--model", "--environment", "--config", "--help")
+_OWN = ("--model", "--environment", "--config", "--algorithm", "--help")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,16 @@ class TrainRequest:
     environments: tuple[str, ...]
     values: dict[str, Any]
     """fields of the configuration that were given"""
+    algorithm: str = "grpo"
 
 
 def run_train(
-    *, model: str | None, environments: Sequence[str], config_file: Path | None, arguments: Sequence[str]
+    *,
+    model: str | None,
+    environments: Sequence[str],
+    config_file: Path | None,
+    arguments: Sequence[str],
+    algorithm: str | None = None,
 ) -> None:
     """Train, and say where everything lies.
 
@@ -44,11 +51,13 @@ def run_train(
         ConfigurationError: anything that was given and cannot work.
         typer.Exit: code 130 if interrupted, after everything was closed.
     """
-    request = read_request(model=model, environments=environments, config_file=config_file, arguments=arguments)
+    request = read_request(
+        model=model, environments=environments, config_file=config_file, arguments=arguments, algorithm=algorithm
+    )
     factory = locate_environments(request.environments)
     values = dict(request.values)
     values.setdefault("output_dir", str(fresh_folder(Path("runs") / _run_name(factory))))
-    config = build_config(values)
+    config = build_config(values, request.algorithm)
     console = Console()
     live = console.is_terminal and not config.disable_tqdm
     config.disable_tqdm = True  # transformers' own bar and prints would draw over the display
@@ -60,23 +69,28 @@ def run_train(
 
 
 def read_request(
-    *, model: str | None, environments: Sequence[str], config_file: Path | None, arguments: Sequence[str]
+    *,
+    model: str | None,
+    environments: Sequence[str],
+    config_file: Path | None,
+    arguments: Sequence[str],
+    algorithm: str | None = None,
 ) -> TrainRequest:
     """Merge flags and file, each value converted to its field's type.
 
     Raises:
         ConfigurationError: an unknown option or key, a value that does not fit, no model.
     """
-    from envgrad.config import GRPOConfig
-
-    fields = read_fields(GRPOConfig)
     given = _read_file(config_file) if config_file is not None else {}
+    algorithm = str(algorithm or given.pop("algorithm", "grpo"))
+    given.pop("algorithm", None)
+    fields = read_fields(config_class(algorithm))
     file_model, file_environments = given.pop("model", None), given.pop("environment", None)
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            hint = nearest(name, [*fields, "model", "environment"])
+            hint = nearest(name, [*fields, "model", "environment", "algorithm"])
             raise ConfigurationError(f"{config_file}: unknown key {key!r}{hint or '; see `envgrad train --help`'}")
         values[name] = convert(fields[name], value)
     values |= parse_flags(arguments, fields, also=_OWN)
@@ -87,7 +101,7 @@ def read_request(
     if model is None:
         raise ConfigurationError("no model: give --model a name, a folder, a .gguf file, or 'starter'")
     specs = tuple(environments) or _file_environments(file_environments, config_file)
-    return TrainRequest(model=model, environments=specs, values=values)
+    return TrainRequest(model=model, environments=specs, values=values, algorithm=algorithm)
 
 
 def _read_file(path: Path) -> dict[Any, Any]:
@@ -125,16 +139,14 @@ def _run_name(factory: object) -> str:
     return str(getattr(factory, "__name__", "environment")).lower()
 
 
-def build_config(values: Mapping[str, Any]) -> GRPOConfig:
+def build_config(values: Mapping[str, Any], algorithm: str = "grpo") -> RolloutConfig:
     """The configuration; what ``transformers`` finds wrong is worded as what we find wrong.
 
     Raises:
         ConfigurationError: a value that cannot work.
     """
-    from envgrad.config import GRPOConfig
-
     try:
-        return GRPOConfig(**values)
+        return config_class(algorithm)(**values)
     except ConfigurationError:
         raise
     except (ValueError, ImportError) as error:
@@ -143,7 +155,7 @@ def build_config(values: Mapping[str, Any]) -> GRPOConfig:
 
 def _train(
     request: TrainRequest,
-    config: GRPOConfig,
+    config: RolloutConfig,
     factory: Callable[[], object] | dict[str, Callable[[], object]],
     console: Console,
     *,
@@ -153,14 +165,13 @@ def _train(
     from transformers.utils import logging as transformers_logging
 
     from envgrad.cli.display import RunDisplay
-    from envgrad.training.trainers import GRPOTrainer
 
     if not live:
         transformers_logging.disable_progress_bar()
     names = ", ".join(spec.rpartition(":")[2] for spec in request.environments)
     title = printable(f"{Path(request.model).name} on {names}")
     display = RunDisplay(title, console=console, live=live)
-    trainer = GRPOTrainer(request.model, args=config, environment_factory=factory, callbacks=[display])
+    trainer = trainer_class(config)(request.model, args=config, environment_factory=factory, callbacks=[display])
     trainer.remove_callback(PrinterCallback)
     display.attach(trainer)
     folder = Path(config.output_dir or "")
@@ -189,6 +200,8 @@ def _continue_words(request: TrainRequest, model: Path) -> list[str]:
     words = ["train", "--model", str(model)]
     for spec in request.environments:
         words += ["--environment", spec]
+    if request.algorithm != "grpo":
+        words += ["--algorithm", request.algorithm]
     for name, value in request.values.items():
         flag = name.replace("_", "-")
         if name in ("output_dir", "resume_from_checkpoint", "run_name"):

@@ -176,3 +176,25 @@ def test_checkpoints_are_resumed(
     assert run(monkeypatch, *words, "--max-steps", "2", "--resume-from-checkpoint", "true") == 0
     steps = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert steps == ["step 2/2"]
+
+
+@pytest.mark.parametrize(("algorithm", "option"), [("rloo", "--beta"), ("sdpo", "--teacher-update-rate")])
+def test_the_algorithm_decides_which_options_there_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, option: str
+) -> None:
+    words = ["--model", "starter", "--environment", "echo_environment:Echo", "--max-steps", "1"]
+    assert run(monkeypatch, "train", *words, *SMALL, "--algorithm", algorithm, option, "0.5") == 0
+    saved = list((folder / "runs").rglob("episodes/*.jsonl"))
+    assert len(saved) == 1 and len(saved[0].read_text().splitlines()) == 4
+
+
+def test_an_unknown_algorithm_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"'rlo' is not known.*rloo"):
+        request(model="starter", environments=("m:A",), arguments=[], algorithm="rlo")
+
+
+def test_the_file_may_name_the_algorithm(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: starter\nenvironment: m:A\nalgorithm: rloo\nnormalize_advantages: true\n")
+    found = request(config_file=file, arguments=[])
+    assert found.algorithm == "rloo" and found.values == {"normalize_advantages": True}

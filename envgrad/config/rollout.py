@@ -308,8 +308,12 @@ class RolloutConfig(MixtureFields, SamplerRatioFields, TrlNames, TrainingArgumen
         at_least("generation_batch_size", self.generation_batch_size, 1)
         at_least("steps_per_generation", self.steps_per_generation, 1)
         per_micro_step = self.per_device_train_batch_size * self.world_size
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise ConfigurationError("generation_batch_size and steps_per_generation say the same thing; set one")
+        both = self.generation_batch_size, self.steps_per_generation
+        if None not in both and both[0] != per_micro_step * (both[1] or 1):  # a resolved copy has both
+            raise ConfigurationError(
+                f"generation_batch_size={both[0]} and steps_per_generation={both[1]} contradict each other: a round "
+                f"of {both[1]} micro-steps has {per_micro_step * (both[1] or 1)} episodes; set one"
+            )
         if self.generation_batch_size is not None:
             if self.generation_batch_size % per_micro_step:
                 raise ConfigurationError(

@@ -74,7 +74,7 @@ def test_environments(tmp_path, environment, words):
         ({"num_generations": 1}, ["num_generations=1", "2"]),
         ({"num_generations": 3}, ["8", "num_generations=3"]),
         ({"generation_batch_size": 12}, ["generation_batch_size=12", "8"]),
-        ({"generation_batch_size": 8, "steps_per_generation": 1}, ["generation_batch_size", "steps_per_generation"]),
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, ["generation_batch_size", "steps_per_generation"]),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, ["steps_per_generation=3"]),
         ({"temperature": 0.0}, ["temperature=0.0"]),
         ({"top_p": 0.0}, ["top_p=0.0"]),

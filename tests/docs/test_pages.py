@@ -1,0 +1,31 @@
+"""The pages' code runs as it stands, block after block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", ["data_and_rewards", "algorithms", "group_starts"])
+def test_every_block_of_the_page_runs(name: str) -> None:
+    page = DOCS / f"{name}.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    if name == "group_starts":
+        assert str(names["report"].start) == "copy" and names["report"].ok
+    else:
+        assert names["trainer"].state.global_step == 2
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from envgrad.attention import no_mask
 from envgrad.errors import ConfigurationError
+from envgrad.rollout.activity import Activity
 from envgrad.sampling.kv_cache import DecodeLayout, StepRow
 from envgrad.sampling.limits import serving
 from envgrad.sampling.requests import Request, SamplerStats, Slot, StopStrings
@@ -67,10 +68,17 @@ class Engine:
         scheduler: the slots.
         stops: finds stop strings; None if no request has any.
         autocast: dtype of ``torch.autocast`` for the forward, as the trainer's; None for none.
+        activity: is told of each step, if given.
     """
 
     def __init__(
-        self, model: PreTrainedModel, scheduler: Scheduler, *, stops: StopStrings | None, autocast: torch.dtype | None
+        self,
+        model: PreTrainedModel,
+        scheduler: Scheduler,
+        *,
+        stops: StopStrings | None,
+        autocast: torch.dtype | None,
+        activity: Activity | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.stats: SamplerStats = scheduler.stats
@@ -78,6 +86,7 @@ class Engine:
         self._model = model
         self._stops = stops
         self._autocast = autocast
+        self._activity = activity
         self._serving: ExitStack | None = None
         self._layout: DecodeLayout | None = None
         self._batch: tuple[list[Request], SamplingBatch] | None = None
@@ -109,6 +118,7 @@ class Engine:
     def step(self, *, patience: float = 0.0) -> list[Request]:
         """Advance every busy row; returns the requests that are finished."""
         started = time.perf_counter()
+        prefilled, decoded = self.stats.prefill_tokens, self.stats.decode_tokens
         self.enter()
         self.scheduler.admit(now=started, patience=patience)
         plan = self.scheduler.plan(PREFILL_TOKENS)
@@ -119,6 +129,13 @@ class Engine:
         self.stats.steps += 1
         self.stats.prefill_seconds += seconds if prompts else 0.0
         self.stats.decode_seconds += 0.0 if prompts else seconds
+        if self._activity is not None:
+            self._activity.forwarded(
+                started,
+                started + seconds,
+                prefill=self.stats.prefill_tokens - prefilled,
+                decode=self.stats.decode_tokens - decoded,
+            )
         return finished
 
     def _forward(self, plan: list[PlannedRow]) -> tuple[list[Slot], Tensor]:

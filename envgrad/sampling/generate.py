@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from envgrad.errors import ConfigurationError, SamplerFailure
+from envgrad.rollout.activity import Activity
 from envgrad.sampling.engine import load_tensors
 from envgrad.sampling.limits import check_request, check_stop_strings, context_of, serving, vocabulary_of
 from envgrad.sampling.requests import Request, SamplerStats, StopStrings
@@ -49,12 +51,14 @@ class GenerateSampler:
         max_context: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         autocast: torch.dtype | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._model = model
         self._max_context = context_of(model, max_context)
         self._vocabulary = vocabulary_of(model)
         self._stops = None if tokenizer is None else StopStrings(tokenizer)
         self._autocast = autocast
+        self._activity = activity
         self._version = 0
         self._sessions: set[str] = set()
         self._closed = False
@@ -115,7 +119,7 @@ class GenerateSampler:
 
     def _answer(self, request: Request) -> Completion:
         request.policy_version = self._version
-        device = self._model.device
+        device, started = self._model.device, time.perf_counter()
         own_config = self._model.generation_config
         with serving(self._model, self._autocast):
             # a fresh one: generate fills what a given configuration leaves out from the model's own
@@ -136,6 +140,9 @@ class GenerateSampler:
         self.stats.sampled_tokens += sampled
         self.stats.prefill_tokens += request.prompt_length
         self.stats.decode_tokens += sampled - 1
+        if self._activity is not None:
+            row = len(request.tokens) - 1  # forwarded twice: the second time for its log-probs
+            self._activity.forwarded(started, time.perf_counter(), prefill=0, decode=2 * row)
         return request.completion
 
     def _generate(self, request: Request, prompt: Tensor) -> None:

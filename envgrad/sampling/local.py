@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from envgrad.errors import ConfigurationError, SamplerFailure
+from envgrad.rollout.activity import Activity
 from envgrad.sampling.compatibility import cached_forward_fault
 from envgrad.sampling.engine import Engine
 from envgrad.sampling.generate import GenerateSampler
@@ -65,6 +66,7 @@ class LocalSampler:
             depend on token counts and never on the clock. All sessions that take part must have begun.
         tokenizer: needed for stop strings only.
         autocast: dtype for ``torch.autocast`` around the forward, as the trainer's; default: none.
+        activity: is told of each step, if given.
 
     Raises:
         ConfigurationError: the model cannot be served, or an option is out of range.
@@ -92,6 +94,7 @@ class LocalSampler:
         deterministic: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         autocast: torch.dtype | None = None,
+        activity: Activity | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ConfigurationError(f"max_sessions must be at least 1, got {max_sessions}")
@@ -105,7 +108,7 @@ class LocalSampler:
             max_kv_tokens=max_kv_tokens,
         )  # fmt: skip
         self._stops = None if tokenizer is None else StopStrings(tokenizer)
-        self._engine = Engine(model, scheduler, stops=self._stops, autocast=autocast)
+        self._engine = Engine(model, scheduler, stops=self._stops, autocast=autocast, activity=activity)
         self._deterministic = deterministic
         self._turnaround = Turnaround()
         self._events: list[_Event] = []
@@ -313,6 +316,7 @@ def make_local_sampler(
     deterministic: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     autocast: torch.dtype | None = None,
+    activity: Activity | None = None,
 ) -> LocalSampler | GenerateSampler:
     """``LocalSampler`` where the model allows it, else ``GenerateSampler`` with a notice that names the reason.
 
@@ -322,11 +326,11 @@ def make_local_sampler(
     if fault is None:
         return LocalSampler(
             model, max_sessions=max_sessions, max_context=max_context, max_kv_tokens=max_kv_tokens,
-            deterministic=deterministic, tokenizer=tokenizer, autocast=autocast,
+            deterministic=deterministic, tokenizer=tokenizer, autocast=autocast, activity=activity,
         )  # fmt: skip
     logger.warning("%s is sampled one row at a time by model.generate, which is slow: %s", type(model).__name__, fault)
     context = context_of(model, max_context)
-    return GenerateSampler(model, max_context=context, tokenizer=tokenizer, autocast=autocast)
+    return GenerateSampler(model, max_context=context, tokenizer=tokenizer, autocast=autocast, activity=activity)
 
 
 def _deliver(results: list[tuple[Request, Completion | BaseException]]) -> None:

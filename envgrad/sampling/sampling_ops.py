@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from envgrad.sampling.sampler import SamplingParams
 Seeds: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 _UNIFORM_BITS = 48
+_BLOCK, _ONE_BLOCK = 256, 2048
+"""tokens in a block of the vocabulary; vocabularies up to the second are one block"""
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
@@ -86,6 +88,8 @@ class SamplingBatch:
     """(B, 1) float32, 1 for greedy rows"""
     greedy: Tensor | None
     """(B,) bool; None if no row is greedy"""
+    plain: bool
+    """every row's temperature is 1"""
     shaped: tuple[int, ...]
     """rows whose sampling distribution is not the full one (top-k, top-p, min-p, penalty)"""
 
@@ -98,6 +102,7 @@ class SamplingBatch:
             seeds=_seeds([one.seed for one in params]),
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            plain=all(value == 1.0 for value in temperature),
             shaped=tuple(row for row, one in enumerate(params) if _is_shaped(one)),
         )
 
@@ -129,21 +134,22 @@ def sample_tokens(
         >>> sample_tokens(logits, batch, [0], [[]])[0]
         [1]
     """
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64
     logits = logits.float()
-    logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
-    scores = logprobs if not batch.shaped else _shape(logits, logprobs, batch, histories)
-    cumulative = scores.softmax(-1).cumsum(-1, dtype=wide) if batch.shaped else scores.exp().cumsum(-1, dtype=wide)
-    total = cumulative[:, -1:]
-    draw = torch.from_numpy(uniforms(batch.seeds, positions)).to(total.device, wide).unsqueeze(1) * total
-    # strictly below the total, so that the first entry above it exists and has probability above zero
-    draw = torch.minimum(draw, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, draw, right=True).clamp_(max=logits.shape[1] - 1)
+    draws = torch.from_numpy(uniforms(batch.seeds, positions)).to(logits.device, _wide(logits)).unsqueeze(1)
+    warm = logits if batch.plain else logits / batch.temperature
+    if batch.shaped:
+        logprobs = torch.log_softmax(warm, dim=-1)
+        scores = _shape(logits, logprobs, batch, histories)
+        tokens = _draw(scores, draws).tokens
+    else:
+        scores = warm
+        drawn = _draw(scores, draws)
+        tokens = drawn.tokens
     if batch.greedy is not None:
         tokens = torch.where(batch.greedy.unsqueeze(1), scores.argmax(-1, keepdim=True), tokens)
-    picked = logprobs.gather(1, tokens)
+    picked = logprobs.gather(1, tokens) if batch.shaped else drawn.logprobs(scores, tokens)
     # one transfer for both: token ids are exact in either float type
-    pair = torch.cat((tokens.to(wide), picked.to(wide)), dim=1).tolist()
+    pair = torch.cat((tokens.to(draws.dtype), picked.to(draws.dtype)), dim=1).tolist()
     values = [row[1] for row in pair]
     if math.isnan(sum(values)):  # of any of them
         bad = next(row for row, value in enumerate(values) if value != value)
@@ -152,6 +158,56 @@ def sample_tokens(
             "(lower the learning rate, or set max_grad_norm)"
         )
     return [int(row[0]) for row in pair], values
+
+
+def _wide(like: Tensor) -> torch.dtype:
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+class _Drawn(NamedTuple):
+    """Tokens (B, 1), and what the scores' softmax divides by: ``exp(score - largest) / total``."""
+
+    tokens: Tensor
+    largest: Tensor
+    total: Tensor
+
+    def logprobs(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """(B, 1) of ``softmax(scores)`` at ``tokens``."""
+        return (scores.gather(1, tokens) - self.largest) - self.total.log()
+
+
+def _draw(scores: Tensor, draws: Tensor) -> _Drawn:
+    """Tokens (B, 1) where the cumulative distribution of ``softmax(scores)`` passes ``draws`` (B, 1).
+
+    In two steps, over blocks of the vocabulary and then inside one block, so that a large vocabulary is passed over as
+    few times as can be: once for the exponentials, once for the blocks' sums.
+    """
+    rows, vocabulary = scores.shape
+    size = vocabulary if vocabulary <= _ONE_BLOCK else _BLOCK
+    blocks = -(-vocabulary // size)
+    largest = scores.amax(-1, keepdim=True)
+    if blocks * size == vocabulary:
+        weights = (scores - largest).exp_()
+    else:
+        weights = scores.new_zeros(rows, blocks * size)
+        torch.sub(scores, largest, out=weights[:, :vocabulary])
+        weights[:, :vocabulary].exp_()
+    parts = weights.view(rows, blocks, size)
+    ends = parts.sum(-1).to(draws.dtype).cumsum(-1)
+    total = ends[:, -1:]
+    aim = _below(draws * total, total)
+    block = torch.searchsorted(ends, aim, right=True).clamp_(max=blocks - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = parts.gather(1, block.unsqueeze(-1).expand(-1, -1, size)).squeeze(1).to(draws.dtype).cumsum(-1)
+    # The block's own sum may differ from the one above by rounding.
+    aim = _below(aim - before, inside[:, -1:])
+    token = torch.searchsorted(inside, aim, right=True).clamp_(max=size - 1)
+    return _Drawn((block * size + token).clamp_(max=vocabulary - 1), largest, total)
+
+
+def _below(aim: Tensor, end: Tensor) -> Tensor:
+    """``aim``, strictly below ``end``: then the first entry above it exists and has a probability above zero."""
+    return torch.minimum(aim, torch.nextafter(end, torch.zeros_like(end)))
 
 
 def _shape(logits: Tensor, logprobs: Tensor, batch: SamplingBatch, histories: Sequence[Sequence[int]]) -> Tensor:

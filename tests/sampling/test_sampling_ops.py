@@ -173,3 +173,29 @@ def test_bad_parameters_are_named(options: dict[str, float]) -> None:
     (name,) = options
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
         check_params(replace(SamplingParams(max_tokens=3), **options))
+
+
+@pytest.mark.parametrize("vocabulary", [5, 300, 2048, 2049, 2560, 5000])
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one(vocabulary):
+    """The token is the one at which the plain cumulative distribution passes the draw, whatever the blocks are."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(64, vocabulary, generator=generator) * 4
+    params = [SamplingParams(max_tokens=1, seed=seed, temperature=0.7) for seed in range(64)]
+    tokens, logprobs = sample_tokens(logits, SamplingBatch.of(params, logits.device), [3] * 64, [[]] * 64)
+    exact = torch.log_softmax(logits.double() / 0.7, -1)
+    cumulative = exact.exp().cumsum(-1)
+    draws = torch.from_numpy(uniforms(list(range(64)), [3] * 64))[:, None] * cumulative[:, -1:]
+    expected = torch.searchsorted(cumulative, draws, right=True).squeeze(1).tolist()
+    assert tokens == expected
+    assert torch.allclose(
+        torch.tensor(logprobs), exact.gather(1, torch.tensor(tokens)[:, None]).squeeze(1).float(), atol=2e-6
+    )
+
+
+def test_no_token_without_probability_is_drawn_at_the_edges_of_blocks():
+    logits = torch.full((256, 4096), -torch.inf)
+    logits[:, 255], logits[:, 256], logits[:, 4095] = 0.0, 0.0, 0.0
+    params = [SamplingParams(max_tokens=1, seed=seed) for seed in range(256)]
+    tokens, _ = sample_tokens(logits, SamplingBatch.of(params, logits.device), [0] * 256, [[]] * 256)
+    assert set(tokens) == {255, 256, 4095}
+    assert all(60 < tokens.count(token) < 110 for token in set(tokens))

@@ -187,6 +187,9 @@ class Teacher(TrainerCallback):
             self._weights = self.average
         else:
             self._weights = Reference(policy) if plan.kind == "base" else Live(policy)
+        with self._weights.active() as teacher:
+            # Now: accelerate will wrap it for training, and a second one would go around its autocast.
+            self._forward = install_policy_forward(base_model(teacher))
         self._max_context = longest_row(base_model(policy))
         self._diagnostics = Diagnostics(plan.warning_interval, plan.flat_tolerance)
 
@@ -212,12 +215,14 @@ class Teacher(TrainerCallback):
                 return TeacherSignal(divergence=divergence, index=index, logprobs=logprobs)
             states = predicting_states(model, rows, temperature=self.temperature)
             temperature = self.temperature if rows.temperature is None else rows.temperature
-            logits = self._head(model, states, temperature)
+            logits = self._head(states, temperature)
         return TeacherSignal(divergence=divergence, index=index, logits=logits)
 
-    def _head(self, model: nn.Module, states: Tensor, temperature: float) -> Callable[[int, int], Tensor]:
+    def _head(self, states: Tensor, temperature: float) -> Callable[[int, int], Tensor]:
         """The teacher's logits from its states, in pieces."""
-        forward = install_policy_forward(base_model(model))
+        forward = self._forward
+        if forward.path == "head":
+            states = states.to(next(forward.head.parameters()).dtype)  # accelerate makes outputs float32
         if forward.path == "head" and isinstance(forward.head, nn.Linear) and is_plain(forward.head):
             weight = forward.head.weight.detach()  # the teacher's, also when the student's are back
             bias = None if forward.head.bias is None else forward.head.bias.detach()

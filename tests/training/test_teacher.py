@@ -14,8 +14,8 @@ from envgrad.config import SDPOConfig
 from envgrad.divergence import TeacherSignal
 from envgrad.environments.contract import StepResult
 from envgrad.errors import ConfigurationError
-from envgrad.logprobs import policy_logprobs
-from envgrad.training.teacher import TEACHER_NAME, Diagnostics, Teacher
+from envgrad.logprobs import PolicyForward, policy_logprobs
+from envgrad.training.teacher import TEACHER_NAME, Diagnostics, MovingAverage, Teacher
 from envgrad.training.trainers import SDPOTrainer
 from envgrad.types import Episode, Group
 from helpers.models import Constant, Letters, flat, tiny_llama, tokenizer_of
@@ -256,7 +256,6 @@ def test_a_checkpoint_without_the_average_or_of_another_model_is_refused(tmp_pat
 
 def test_half_precision_averages_are_kept_in_float32() -> None:
     model = tiny_llama().to(torch.bfloat16)
-    from envgrad.training.teacher import MovingAverage
 
     average = MovingAverage(model)
     with torch.no_grad():
@@ -295,3 +294,19 @@ def test_warnings_start_anew_after_a_good_round(caplog: pytest.LogCaptureFixture
         assert len(caplog.records) == 2
         Diagnostics(interval=0, tolerance=1e-8).observe([group(0.0, 0.0)], good)
         assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_half_precision_runs_in_accelerates_autocast(tmp_path: Path, adapters: bool) -> None:
+    """The teacher must not put another forward around accelerate's, which casts."""
+    kept: list[bool] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kept.append(isinstance(vars(kwargs["model"]).get("forward"), PolicyForward))
+
+    lora = LoraConfig(**(LORA | {"target_modules": ["q_proj", "lm_head"]})) if adapters else None
+    model = tiny_llama() if adapters else tiny_llama().to(torch.bfloat16)
+    trainer = make(tmp_path, model, peft_config=lora, bf16=True, callbacks=[Watch()], distillation_mode="full_logits")
+    trainer.train()
+    assert kept == [False, False] and torch.isfinite(flat(trainer.model).float()).all()

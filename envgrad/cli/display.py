@@ -37,7 +37,8 @@ class RunDisplay(TrainerCallback):
     """Shows a run while it trains; a context manager, so that the terminal is given back on every way out.
 
     Live: step and time left, reward with its curve (of each environment too, if there are several), seconds and share
-    of each phase, rates, failures, and a sample episode. Plain: one line per logged step.
+    of each phase, what most of the time is spent on, rates, failures, and a sample episode. Plain: one line per logged
+    step.
 
     Args:
         title: What is trained on what.
@@ -57,6 +58,7 @@ class RunDisplay(TrainerCallback):
         self._bars = bars_for(self.console.encoding)
         self._trainer: PlaysRounds | None = None
         self._logs: dict[str, float] = {}
+        self._shares: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._lines_at = 0
         self._rewards_shown = 0
@@ -117,6 +119,8 @@ class RunDisplay(TrainerCallback):
         logged = logs or {}
         if not any(name.startswith("eval_") for name in logged):
             self._logs |= {name: float(logged[name]) for name in _LOGGED if name in logged}
+            shares = {name: float(value) for name, value in logged.items() if name.startswith("share/")}
+            self._shares = shares or self._shares
             self._print_progress()
         self.figures.pause_over()
 
@@ -198,7 +202,7 @@ class RunDisplay(TrainerCallback):
         """What is shown now."""
         parts: list[RenderableType] = [self._head(), self._rewards(), self._pace()]
         if self._sample is not None:
-            room = self.console.height - 14 - len(self.figures.by_environment)
+            room = self.console.height - 15 - len(self.figures.by_environment)
             parts.append(Text(f"sample  {headline(self._sample)}", style="dim"))
             parts.append(transcript(self._sample, max_lines=max(4, min(14, room)), max_characters=120))
         return Padding(Group(*parts), (1, 0, 0, 0))
@@ -244,6 +248,10 @@ class RunDisplay(TrainerCallback):
         )
         failed = Text(self._failure_text(), style="red" if figures.failures or figures.dropped_groups else "")
         grid.add_row(Text("pace", style="bold"), Text(rates).append_text(failed))
+        if self._shares:
+            spent = sorted(self._shares.items(), key=lambda one: -one[1])[:5]
+            shown = "   ".join(f"{name.removeprefix('share/').replace('_', ' ')} {share:.0%}" for name, share in spent)
+            grid.add_row(Text("spent on", style="bold"), Text(shown))
         if self._logs:
             logged = "   ".join(f"{name} {value:.3g}" for name, value in self._logs.items())
             grid.add_row(Text("logged", style="bold"), Text(logged))

@@ -11,6 +11,7 @@ from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerP
 from envgrad.environments.contract import EnvironmentSpec
 from envgrad.environments.isolation import Isolation
 from envgrad.errors import EnvironmentFailure, EpisodeFailure
+from envgrad.rollout.activity import Activity
 from envgrad.rollout.scoring import RewardSource, RewardWeights
 from envgrad.sampling.sampler import Sampler, SamplingParams
 
@@ -50,6 +51,8 @@ class EpisodeContext:
     reward_weights: RewardWeights = field(default_factory=RewardWeights)
     rollout_func: CustomRollout | None = None
     """the user's own way to play a group, instead of the episode loop"""
+    activity: Activity = field(default_factory=Activity)
+    """is told what goes on; the runner's"""
 
 
 def value_or_failure(outcome: Outcome, where: str, timeout_error: type[EpisodeFailure], limit: float | None) -> object:

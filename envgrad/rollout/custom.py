@@ -43,9 +43,9 @@ async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) 
     if function is None:
         raise AssertionError("this context has no rollout_func")
     try:
-        outcome = await call_user(
-            _WHERE, function, [copy.deepcopy(prompt) for _ in range(count)], workers=context.workers, timeout=None
-        )
+        prompts = [copy.deepcopy(prompt) for _ in range(count)]
+        with context.activity.during("tools", count):
+            outcome = await call_user(_WHERE, function, prompts, workers=context.workers, timeout=None)
         output = value_or_failure(outcome, _WHERE, EnvironmentFailure, None)
         episodes = read_rollouts(context, task, output, count)
         batch = RewardBatch(
@@ -55,7 +55,8 @@ async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) 
             workers=context.workers,
             timeout=context.limits.reward_timeout,
         )
-        scored = await score_group(batch, context.reward_sources, context.reward_weights)
+        with context.activity.during("reward", count):
+            scored = await score_group(batch, context.reward_sources, context.reward_weights)
     except EpisodeFailure as failure:
         failures = [
             FailedEpisode(task=task, sibling=number, attempts=1, kind=failure.kind, error=failure)

@@ -46,8 +46,9 @@ async def play(context: EpisodeContext, begin: EpisodeStart, task: Task, sibling
     player = _Player(context, begin, task, sibling, attempt)
     stop = await player.play()
     context.sampler.end(player.session)
-    reward, rewards = await score(context, begin, player.turns)
-    feedback = await read_feedback(context, begin, task)
+    with context.activity.during("reward"):
+        reward, rewards = await score(context, begin, player.turns)
+        feedback = await read_feedback(context, begin, task)
     return replace(player.episode(stop, reward, rewards), feedback=feedback)
 
 
@@ -121,8 +122,9 @@ class _Player:
         began = time.perf_counter()
         params = replace(self.context.sampling, max_tokens=budget, seed=self._seed())
         try:
-            async with asyncio.timeout(self._remaining()):
-                completion = await self.context.sampler.sample(self.row.token_ids, params, self.session)
+            with self.context.activity.during("sample"):
+                async with asyncio.timeout(self._remaining()):
+                    completion = await self.context.sampler.sample(self.row.token_ids, params, self.session)
         except TimeoutError:
             return StopReason.EPISODE_TIMEOUT
         index, start_index = len(self.turns), len(self.row)
@@ -144,7 +146,8 @@ class _Player:
         if completion.stop_reason == "length":
             return limit
         last = limits.max_turns is not None and index + 1 >= limits.max_turns
-        stop = await (self._step(read, last) if self.context.spec.step_protocol else self._call_tools(read, last))
+        with self.context.activity.during("tools"):
+            stop = await (self._step(read, last) if self.context.spec.step_protocol else self._call_tools(read, last))
         if stop is not None:
             return stop
         return self._append_results(completion.token_ids)

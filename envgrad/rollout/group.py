@@ -82,8 +82,9 @@ class GroupRun:
         try:
             if await self._prepare():
                 await gather_or_cancel([self._play(sibling) for sibling in self.siblings])
-                await self._group_reward()
-                await self._score_with_sources()
+                with self.context.activity.during("reward", len(self.siblings)):
+                    await self._group_reward()
+                    await self._score_with_sources()
         finally:
             for sibling in self.siblings:
                 self._end_session(sibling)
@@ -127,7 +128,8 @@ class GroupRun:
         try:
             await self._start_all()
             if self.policy.group_consistency != "off" and not self.context.spec.stateless:
-                await self._compare()
+                with self.context.activity.during("reset", len(self.siblings)):
+                    await self._compare()
         except EpisodeFailure as failure:  # of what they have in common: it is every sibling's
             for sibling in self.siblings:
                 sibling.failure, sibling.attempts = failure, 1
@@ -160,7 +162,8 @@ class GroupRun:
     async def _start_fresh(self, sibling: _Sibling) -> None:
         """Reset an instance of the pool for ``sibling``; a failure is kept on it."""
         try:
-            sibling.begin, sibling.failure = await self.starter.fresh(), None
+            with self.context.activity.during("reset"):
+                sibling.begin, sibling.failure = await self.starter.fresh(), None
         except EpisodeFailure as failure:
             sibling.failure = failure
 
@@ -168,7 +171,8 @@ class GroupRun:
         """Fork one reset instance for every other sibling, and one more that stays pristine for retries."""
         for left in reversed(range(self.policy.max_episode_retries + 1)):
             try:
-                self.starter.pristine = await self.starter.fork(begin)
+                with self.context.activity.during("reset"):
+                    self.starter.pristine = await self.starter.fork(begin)
                 break
             except EpisodeFailure:
                 if not left:
@@ -180,7 +184,8 @@ class GroupRun:
         if self.starter.pristine is None:
             raise AssertionError("a fork needs a pristine instance")
         try:
-            sibling.begin, sibling.failure = await self.starter.fork(self.starter.pristine), None
+            with self.context.activity.during("reset"):
+                sibling.begin, sibling.failure = await self.starter.fork(self.starter.pristine), None
         except EpisodeFailure as failure:
             sibling.failure = failure
 

@@ -12,12 +12,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.tasks import TaskStream
 from envgrad.errors import ConfigurationError, EnvironmentContractError, TooManyFailures
+from envgrad.rollout.activity import Activity, ActivityReport
 from envgrad.rollout.context import EpisodeContext
 from envgrad.rollout.custom import play_custom
 from envgrad.rollout.group import GroupPolicy, GroupRun
@@ -44,6 +45,8 @@ class Round:
     shares: Mapping[str, float] = field(default_factory=dict)
     """the shares of environments that a curriculum had set when the tasks were drawn; empty without one"""
     seconds: float = 0.0
+    activity: ActivityReport = field(default_factory=ActivityReport)
+    """what the round's time went to"""
 
     @property
     def scored(self) -> tuple[Group, ...]:
@@ -124,6 +127,8 @@ class RolloutRunner:
     in_waves: bool = False
     """groups in excess of the bound start when all in flight have ended, not as each one ends: slower, but which groups
     are sampled together does not depend on the clock"""
+    activity: Activity = field(default_factory=Activity)
+    """the contexts' and the sampler's, if they share one"""
     on_group: Callable[[Group], None] | None = None
     """told of each group as it ends, on the loop's thread: for progress displays and logs"""
     consecutive_failures: int = field(init=False, default=0)
@@ -147,7 +152,10 @@ class RolloutRunner:
         Raises:
             TooManyFailures: ``max_consecutive_failed_groups`` groups in a row were dropped.
         """
-        return self.loop.run(self._play(tasks, count, policy, max_draws, dynamic))
+        self.activity.take()
+        began = self.activity.clock()
+        played = self.loop.run(self._play(tasks, count, policy, max_draws, dynamic))
+        return replace(played, activity=ActivityReport.of(self.activity.take(), began, self.activity.clock()))
 
     async def _play(
         self,

@@ -18,6 +18,7 @@ from envgrad.config.sampler_ratio import SamplerRatioFields
 from envgrad.logprobs import PolicyOutputs, policy_logprobs
 from envgrad.losses import entropy_threshold, importance_correction
 from envgrad.packing import Batch, MicroBatch, PackMode, pack
+from envgrad.training.flops import wait_for
 from envgrad.training.model import Reference
 from envgrad.types import Group
 
@@ -46,6 +47,7 @@ class Preparation:
         if selects:
             entropies = [entropy for _, entropy in passed if entropy is not None]
             micro_batches = select_top_entropy(micro_batches, entropies, algorithm.top_entropy_quantile)
+        wait_for(device)  # so that its time is its own, not the next phase's
         return replace(batch, micro_batches=tuple(micro_batches))
 
     @torch.no_grad()

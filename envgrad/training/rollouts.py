@@ -16,6 +16,7 @@ from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import EnvironmentSpec, inspect_environment
 from envgrad.environments.isolation import Isolation
 from envgrad.environments.pool import InstancePool
+from envgrad.rollout.activity import Activity
 from envgrad.rollout.context import CustomRollout, EpisodeContext, EpisodeLimits
 from envgrad.rollout.loop import RolloutLoop
 from envgrad.rollout.runner import RolloutRunner
@@ -48,6 +49,7 @@ class Rollouts(RolloutPlan):
     ) -> None:
         self._open: _Open | None = None
         self._version = 0
+        self.activity = Activity()
         super().__init__(policy, config, inputs, trainer)
 
     # -- life
@@ -74,6 +76,7 @@ class Rollouts(RolloutPlan):
 
     def _start_all(self, undo: contextlib.ExitStack) -> _Open:
         config = self.config
+        self.activity.take()  # of what was sampled outside of rounds
         sizes = {config.num_generations, config.num_generations_eval or 1}
         sizes |= {options.num_generations for options in self.options.values()}
         sampler = self._make_sampler(max(self._concurrency(), *sizes))
@@ -97,6 +100,7 @@ class Rollouts(RolloutPlan):
             max_groups=self._max_groups(config.num_generations),
             max_consecutive_failed_groups=config.max_consecutive_failed_groups,
             in_waves=config.deterministic,
+            activity=self.activity,
         )
         return _Open(sampler=sampler, runner=runner)
 
@@ -110,6 +114,7 @@ class Rollouts(RolloutPlan):
             deterministic=config.deterministic,
             tokenizer=self.policy.tokenizer,
             autocast=torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None,
+            activity=self.activity,
         )
 
     def _context(self, spec: EnvironmentSpec, sampler: Sampler, workers: WorkerPool) -> EpisodeContext:
@@ -125,6 +130,7 @@ class Rollouts(RolloutPlan):
             reward_sources=self.reward_sources,
             reward_weights=self.reward_weights,
             rollout_func=self._custom_rollout(),
+            activity=self.activity,
             sampling=SamplingParams(
                 max_tokens=1,
                 temperature=options.temperature,

@@ -10,18 +10,18 @@ step; waits for the rollouts. ``num_iterations`` passes are made over each round
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from envgrad.algorithms.base import Algorithm, EpisodeKey
+from envgrad.algorithms.base import Algorithm, EpisodeKey, ReferenceLogprobs
 from envgrad.algorithms.demonstrations import Reprompted
 from envgrad.environments.tasks import TaskStream
 from envgrad.errors import TooManyFailures
 from envgrad.packing import Batch, PackMode, pack
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.runner import DynamicSampling, RolloutRunner, Round
+from envgrad.training.phases import Laps
 from envgrad.training.prepare import Preparation
 from envgrad.types import Group, TrainingSample
 
@@ -35,7 +35,7 @@ class StepItem:
     iteration: int
     """0 on the first pass over the round's samples"""
     seconds: dict[str, float]
-    """wall-clock seconds that the round took, on its first step: rollout, pack"""
+    """wall-clock seconds of the round's phases (``phases.PHASES``), on its first step"""
     metrics: dict[str, float] = field(default_factory=dict)
     """what the round's credit tells, on its first step"""
 
@@ -81,8 +81,9 @@ class StepStream:
 
     def _play_round(self) -> bool:
         """Fill ``pending`` from a new round; whether there was one."""
-        began = time.perf_counter()
+        laps = Laps()
         self.publish()
+        laps.lap("publish")
         before = self.tasks.state_dict()
         try:
             played = self._play()
@@ -92,11 +93,16 @@ class StepStream:
         self.tasks.observe(played.scored)
         if not played.groups:
             return False
-        seconds = {"rollout": time.perf_counter() - began}
-        began = time.perf_counter()
+        laps.split(played.activity.seconds, rest="idle")
         hot = {group.task.key: self.temperatures.get(group.task.environment) for group in played.groups}
-        batches = [self.prepare.batch(self._pack(samples, hot)) for samples in self._steps(played)]
-        seconds["pack"] = time.perf_counter() - began
+        reference = self._reference_logprobs(played)
+        laps.lap("logprobs")
+        batches = []
+        for samples in self._steps(played, reference):
+            packed = self._pack(samples, hot)
+            laps.lap("packing")
+            batches.append(self.prepare.batch(packed))
+            laps.lap("logprobs")
         for iteration in range(self.num_iterations):
             for index, batch in enumerate(batches):
                 first = iteration == index == 0
@@ -105,7 +111,7 @@ class StepStream:
                         batch=batch,
                         played=played if first else None,
                         iteration=iteration,
-                        seconds=seconds if first else {},
+                        seconds=laps.seconds if first else {},
                         metrics=self.metrics if first else {},
                     )
                 )
@@ -132,13 +138,17 @@ class StepStream:
             return len(set(group.scored_rewards)) > 1
         return any(any(sample.advantages) for sample in self.algorithm.credit([group]))
 
-    def _steps(self, played: Round) -> list[list[TrainingSample]]:
-        reference: dict[EpisodeKey, tuple[float, ...]] | None = None
-        if self.algorithm.credit_reads_reference:
-            reference = {}
-            for temperature in {self.temperatures.get(group.task.environment): None for group in played.groups}:
-                own = [one for one in played.groups if self.temperatures.get(one.task.environment) == temperature]
-                reference |= self.prepare.reference_logprobs(own, self.pack_mode, self.max_tokens, temperature)
+    def _reference_logprobs(self, played: Round) -> ReferenceLogprobs | None:
+        """What the credit reads of the reference; None if it reads nothing."""
+        if not self.algorithm.credit_reads_reference:
+            return None
+        reference: dict[EpisodeKey, tuple[float, ...]] = {}
+        for temperature in {self.temperatures.get(group.task.environment): None for group in played.groups}:
+            own = [one for one in played.groups if self.temperatures.get(one.task.environment) == temperature]
+            reference |= self.prepare.reference_logprobs(own, self.pack_mode, self.max_tokens, temperature)
+        return reference
+
+    def _steps(self, played: Round, reference: ReferenceLogprobs | None) -> list[list[TrainingSample]]:
         samples = self.algorithm.credit(played.groups, reference)
         if self.reprompt is not None:
             reprompted = self.reprompt(played.groups, samples)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from envgrad.training.evaluating import EvaluatingTrainer
 from envgrad.training.inputs import UserInputs
 from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.model import Reference, has_dropout, is_half_precision, load_policy
+from envgrad.training.phases import phase_report, phase_shares, training_flops
 from envgrad.training.prepare import Preparation
 from envgrad.training.reference import REFERENCE_NAME, sync_reference
 from envgrad.training.rollouts import Rollouts
@@ -122,6 +122,8 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
             policy.base.config.use_cache = use_cache  # Trainer sets it for its own forwards; a saved model wants it on
             undo.pop_all()
         self._averages = MetricAverages()
+        self._phases = phase_report(policy.base, self.args, self._averages.add)
+        self.add_callback(self._phases)
         self._stream: StepStream | None = None
         self.episode_log = EpisodeLog(Path(args.output_dir) / "episodes") if args.log_episodes else None
         self.completion_log = completion_log(args, self.args.report_to)
@@ -190,18 +192,20 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[StepItem], None]:
+        self._phases.begin()
         item = next(epoch_iterator, None)
         return ([] if item is None else [item]), None
 
     def training_step(self, model: nn.Module, inputs: StepItem, num_items_in_batch: object = None) -> Tensor:
         """Forward and backward of one optimizer step's micro-batches; its metrics are recorded."""
-        began = time.perf_counter()
+        self._phases.fetched(inputs)
         if inputs.played is not None:
             self._record_round(inputs.played)
             if self.completion_log is not None:
                 items = [inputs, *(self._stream.pending if self._stream is not None else ())]
                 samples = [sample for item in items for sample in item.batch.samples]
                 self.completion_log.record(inputs.played, samples)
+        self._phases.recorded()
         model.train()
         # With nothing to learn from there is no backward: weights and optimizer state stay; the step counts.
         loss = torch.zeros((), device=self.args.device)
@@ -214,18 +218,13 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
             loss += outputs.loss.detach()
             parts.append(outputs.metrics)
         metrics = merge_metrics(parts)
+        self._phases.trained()
         if parts:
             self.algorithm.after_step(metrics)
         self._averages.add(
             metrics
             | inputs.metrics
             | ({} if self.teacher is None else {"tokens/teacher": float(inputs.batch.num_teacher_tokens)})
-            | {f"time/{name}": seconds for name, seconds in inputs.seconds.items()}
-            | {
-                "time/train": time.perf_counter() - began,
-                "tokens/trained": float(inputs.batch.num_tokens),
-                "tokens/forwarded": float(inputs.batch.num_forwarded_tokens),
-            }
         )
         return loss
 
@@ -256,15 +255,15 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """``Trainer.log`` with the averages of what was recorded since the last one."""
         if "loss" in logs or "train_runtime" in logs:
-            logs = logs | self._averages.take()
+            averages = self._averages.take()
+            logs = logs | averages | phase_shares(averages)
         super().log(logs, start_time)
         if self.completion_log is not None and "loss" in logs:
             self.completion_log.show(self.state.global_step)
 
     def floating_point_ops(self, inputs: StepItem) -> int:
-        """Six per parameter and forwarded token (forward and backward); attention is left out."""
-        parameters = self.rollouts.policy.base.num_parameters(exclude_embeddings=True)
-        return 6 * inputs.batch.num_forwarded_tokens * int(parameters)
+        """Of a step's forward and backward (``flops``); 0 for a model whose configuration does not tell."""
+        return 0 if self._phases.cost is None else training_flops(inputs, self._phases.cost)
 
     # -- evaluation and checkpoints
 

@@ -122,6 +122,21 @@ def test_the_live_view_works_before_the_first_step() -> None:
     assert "step 0/?" in captured.get()
 
 
+def test_the_live_view_says_what_most_of_the_time_is_spent_on() -> None:
+    display = RunDisplay("a run", console=console(terminal=True))
+    state = SimpleNamespace(global_step=1, max_steps=2)
+    display.on_train_begin(None, state, None)  # type: ignore[arg-type]
+    shares = {"decode": 0.5, "tools": 0.25, "idle": 0.1, "forward_backward": 0.08, "reset": 0.05, "publish": 0.02}
+    logs = {f"share/{name}": share for name, share in shares.items()}
+    display.on_log(None, state, None, logs=logs)  # type: ignore[arg-type]
+    display.on_log(None, state, None, logs={"train_runtime": 1.0})  # type: ignore[arg-type]
+    with display.console.capture() as capture:
+        display.console.print(display.render())
+    line = next(line for line in capture.get().splitlines() if line.startswith("spent on"))
+    assert line.split()[2:] == ["decode", "50%", "tools", "25%", "idle", "10%", "forward", "backward", "8%",
+                                "reset", "5%"]  # fmt: skip
+
+
 def test_the_terminal_is_given_back_on_an_error() -> None:
     out = console(terminal=True)
     with pytest.raises(KeyboardInterrupt), RunDisplay("m on e", console=out):

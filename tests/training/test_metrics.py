@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from envgrad.rollout.group import GroupPolicy
@@ -109,3 +111,12 @@ def test_shares_that_a_round_leaves_out_count_as_zero_in_the_average():
     assert averages.take() == {
         "failures/total": 1.0, "failures/reset_timeout": 1.0, "stop/done": 0.75, "stop/context": 0.25, "kl": 1.0,
     }  # fmt: skip
+
+
+def test_lengths_count_sampled_tokens_and_not_tool_results():
+    plain = episode(0, 0, 1.0, tokens=3)
+    with_result = replace(plain, sibling=1, token_ids=(1,) * 8, mask=(0, 1, 1, 0, 0, 0, 1, 1), logprobs=(0.0,) * 8,
+                          versions=(0,) * 8)  # fmt: skip
+    metrics = round_metrics(Round(groups=(Group(task=plain.task, episodes=(plain, with_result)),)))
+    assert metrics["completions/mean_length"] == 3.5 and metrics["completions/max_length"] == 4
+    assert metrics["completions/min_terminated_length"] == 3 and metrics["completions/max_terminated_length"] == 4

@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check lint types unit bench clean help
+.PHONY: demo test check lint types unit bench bench-trl clean help
 
 help:
 	@grep -E '^#   make' Makefile | sed 's/^# *//'
@@ -47,8 +47,18 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# A few minutes, cut down: this machine's floor, decoding beside transformers, packed beside padded rows.
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --quick
+
+# The whole comparison (one to two hours on two cores). trl lies in a folder of its own: both sides share all else.
+TRL := build/bench-trl
+$(TRL)/.made: $(VENV)/.dev
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRL) trl==1.16.0
+	@touch $@
+
+bench-trl: $(TRL)/.made
+	$(BIN)/python -m benchmarks --trl-path $(TRL) --write
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import doctest
 from datetime import date
 
 import pytest
@@ -9,16 +11,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import decoding, floor, pairs, ratios, report, workloads
 from benchmarks.bare import decode_bare
 from benchmarks.floor import Floor, ModelShape, RowSize, rollout_flops, training_flops
+from benchmarks.ours import FILLER, FixedTurns
 from benchmarks.pairs import Measured, Setting, Step, check_counts
 from benchmarks.ratios import fit_line, fit_power, paired_ratios
 from benchmarks.report import Report, turns_text, write_section
 from benchmarks.trl_side import FixedLengths
 from benchmarks.workloads import WORKLOADS, Workload
+from envgrad.sampling.sampler import SamplingParams, Session
+from envgrad.sampling.scripted import ScriptedSampler
 from helpers.models import tiny_llama
 
+MODULES = (decoding, floor, pairs, ratios, report, workloads)
 SHAPE = ModelShape(layers=2, width=3, heads=2, kv_heads=1, head_size=4, mlp=5, vocabulary=7)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
 
 
 def test_a_layer_counts_every_weight_once():
@@ -51,8 +64,8 @@ def test_a_prompt_is_counted_once_a_group_and_a_rows_last_token_is_not():
 
 
 def test_the_floor_is_operations_over_the_rate():
-    floor = Floor(rollout=100, training=300, rate=50.0)
-    assert [floor.seconds(part) for part in ("rollout", "train", "step")] == [2.0, 6.0, 8.0]
+    least = Floor(rollout=100, training=300, rate=50.0)
+    assert [least.seconds(part) for part in ("rollout", "train", "step")] == [2.0, 6.0, 8.0]
 
 
 def test_ratios_are_taken_pair_by_pair():
@@ -119,6 +132,24 @@ def test_the_bare_loop_decodes_what_a_plain_forward_says():
         decode_bare(model, [[1], [1, 2]], [1, 1])
 
 
+@pytest.mark.parametrize(("sampled", "expected"), [([7, 8, 9], (7, 8, 1)), ([7, 0, 1, 5], (7, FILLER, FILLER, 1))])
+def test_our_turns_end_once_and_at_their_lengths(sampled, expected):
+    work = Workload(name="w", title="", model="small", groups=1, prompt_tokens=4, lengths=(len(sampled),), most_calls=6)
+    asked = []
+
+    def script(prompt_ids, params, session):
+        asked.append(params.max_tokens)
+        return sampled
+
+    sampler = FixedTurns(ScriptedSampler(script), work, end=1, no_call=0)
+    session = Session(key="s", group="g", order=(3, 7, 0))  # the eighth sibling makes two calls
+    sampler.begin(session)
+    params = SamplingParams(max_tokens=99, stop_token_ids=(1,))
+    turns = [asyncio.run(sampler.sample([5], params, session)) for _ in range(3)]
+    assert [turn.token_ids for turn in turns] == [expected, expected, (*expected[:-1], 0)]
+    assert {turn.stop_reason for turn in turns} == {"stop"} and asked == [len(sampled)] * 3
+
+
 def step(seconds, *, sampled=4, calls=2, memory=1 << 20, forwarded=12):
     counts = {"prompt": [4] * 8, "sampled": [sampled] * 8, "given": [1] * 8, "calls": calls}
     return Step(
@@ -147,8 +178,8 @@ def measured(name, ours, theirs):
 def test_what_was_measured_is_compared_with_trl_and_with_the_floor():
     one = measured("small-6", [1.0, 2.0], [4.0, 6.0])
     assert one.ratio is not None and one.ratio.median == 3.5
-    floor = (rollout_flops(SHAPE, one.rows) + training_flops(SHAPE, one.rows)) / 2e6
-    assert one.distance("ours").low == pytest.approx(1.0 / floor)
+    least = (rollout_flops(SHAPE, one.rows) + training_flops(SHAPE, one.rows)) / 2e6
+    assert one.distance("ours").low == pytest.approx(1.0 / least)
     # one prompt of 4 tokens, and 8 rows of 5 of which the last is not forwarded
     assert one.forwarded_ratio("training") == 12 / (4 + 8 * 4)
     assert measured("long-prompt", [1.0], [2.0]).seconds("ours").median == 0.75

@@ -75,7 +75,7 @@ class RolloutConfig(MixtureFields, SamplerRatioFields, TrlNames, TrainingArgumen
     max_tokens_per_microbatch: int | None = field(
         default=16384, metadata={"help": "Token budget of one packed forward; never changes what is learned."}
     )
-    eval_tasks: int = field(default=100, metadata={"help": "Tasks drawn from split='eval' by evaluate()."})
+    eval_tasks: int = field(default=100, metadata={"help": "Tasks drawn from split='eval' by evaluate(), at most."})
     eval_success_reward: float = field(
         default=1.0, metadata={"help": "Least reward of an episode that counts as a success in pass@k."}
     )

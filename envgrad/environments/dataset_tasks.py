@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from envgrad.environments.results import row_messages
 from envgrad.environments.sources import Draw, EpochOrder, Row, State, check_same, read_count
 from envgrad.errors import ConfigurationError
 
@@ -96,13 +97,24 @@ class RowRules:
             )
         return str(name)
 
+    def check_prompt(self, row: Row, number: int) -> None:
+        """
+        Raises:
+            KeyError: there is no environment, and the row's ``prompt`` is None or an empty chat.
+            EnvironmentContractError: there is no environment, and it is neither text nor messages of text.
+        """
+        if self.environments:
+            return
+        prompt, where = row["prompt"], f"row {number} of the dataset"
+        if not row_messages(prompt, f"{where}: its prompt"):
+            raise KeyError(f"prompt: {where} has prompt={prompt}, and there is no environment that makes one")
+
     def draw(self, row: Row, number: int, epoch: int) -> Draw:
         """Row ``number`` as a draw, checked once more: rows need not have the columns that the first one has."""
         if not isinstance(row, Mapping):
             raise ConfigurationError(f"row {number} of the dataset is a {type(row).__name__}; it must be a dict")
         self.check_columns(row, f"row {number} of the dataset")
-        if not self.environments and row["prompt"] is None:
-            raise KeyError(f"prompt: row {number} of the dataset has prompt=None, and there is no environment")
+        self.check_prompt(row, number)
         return Draw(environment=self.environment_of(row, number), task_index=number, epoch=epoch, row=dict(row))
 
 
@@ -132,7 +144,9 @@ class DatasetTasks:
         self._order = EpochOrder(len(dataset), (seed, split, "dataset") if shuffle else None)
         self._drawn = 0
         columns = _column_names(dataset)
-        rules.check_columns(_first_row(dataset) if columns is None else columns, "the dataset")
+        first = _first_row(dataset) if columns is None or not rules.environments else {}
+        rules.check_columns(first if columns is None else columns, "the dataset")
+        rules.check_prompt(first, 0)
         if rules.routed:
             for number, row in enumerate(_routing_rows(dataset)):
                 rules.check_columns(row if columns is None else columns, f"row {number} of the dataset")

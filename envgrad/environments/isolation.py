@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MODES = ("auto", "always", "off")
 _ALWAYS = frozenset({"random", "numpy"})
-"""what ``always`` swaps; torch's generator only where a start draws from it: training draws from it too"""
+"""what is swapped in any case; torch's generator only where a start draws from it: training draws from it too"""
 
 
 class _Source(Protocol):
@@ -247,8 +247,8 @@ class Isolation:
     ``auto`` finds out by the first start, which runs with a stream swapped in and is good whatever is found.
 
     Args:
-        mode: ``auto``: of the generators that the first start draws from; ``always``: of Python's and numpy's in any
-            case, for environments that draw from them in their tools only; ``off``: never.
+        mode: ``auto``: of Python's and numpy's generators if the first start draws from one; ``always``: in any case,
+            for environments that draw from them in their tools only; ``off``: never. Torch's joins if it is drawn from.
 
     Raises:
         ConfigurationError: another mode.
@@ -302,7 +302,7 @@ class Isolation:
         """The generators that are swapped; None: all that are loaded."""
         if self.found is None:
             return None
-        return self.found | _ALWAYS if self.mode == "always" else self.found
+        return self.found | _ALWAYS
 
     def stream(self, seed: int) -> Stream | None:
         """A stream for one start; None where nothing is isolated, as far as is known."""

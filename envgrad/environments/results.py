@@ -130,7 +130,7 @@ def opening_messages(result: object, row_prompt: Prompt, where: str) -> list[Mes
     """
     if _is_chat(result, where):
         return _read_messages(result, f"{where}: the list it returned")
-    opening = _row_messages(row_prompt, where)
+    opening = row_messages(row_prompt, f"{where}: the row's prompt")
     if result is None:
         if not opening:
             raise EnvironmentContractError(
@@ -165,12 +165,21 @@ def _is_chat(result: object, where: str) -> bool:
     return with_role > 0
 
 
-def _row_messages(prompt: Prompt, where: str) -> list[Message]:
+def row_messages(prompt: Prompt, where: str) -> list[Message]:
+    """The chat of a row's prompt, copied; empty if it has none.
+
+    Raises:
+        EnvironmentContractError: neither text nor messages, content that is not text, or a malformed message.
+
+    Example:
+        >>> row_messages("1+1?", "row 0"), row_messages(None, "row 1")
+        ([{'role': 'user', 'content': '1+1?'}], [])
+    """
     if prompt is None:
         return []
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return _read_messages(prompt, f"{where}: the row's prompt")
+    return _read_messages(prompt, where)
 
 
 def _read_messages(messages: object, where: str) -> list[Message]:

@@ -123,6 +123,8 @@ def build_tools(functions: Iterable[Callable[..., object]]) -> tuple[ToolSpec, .
     Raises:
         ConfigurationError: something that is no named function, or two of one name.
     """
+    if not isinstance(functions, Iterable) or isinstance(functions, str | Mapping):
+        raise ConfigurationError(f"tools must be a list of functions, got {functions!r}: write tools=[function].")
     specs: list[ToolSpec] = []
     for function in functions:
         name = getattr(function, "__name__", None)

@@ -130,7 +130,7 @@ def _summarize(groups: Sequence[Group], success_reward: float) -> EvaluationSumm
         episodes=len(episodes),
         unscored_episodes=sum(episode.reward is None for episode in episodes),
         reward=clustered_mean(clusters) if clusters else None,
-        pass_at=_pass_at(successes),
+        pass_at=_pass_at(successes, max((len(group.episodes) + len(group.failures) for group in groups), default=0)),
         stop_reasons={reason: ends[reason] / len(episodes) for reason in StopReason if ends[reason]},
         failures=dict(Counter(failure.kind for group in groups for failure in group.failures)),
         turns=_mean(len(episode.turns) for episode in episodes),
@@ -148,10 +148,14 @@ def _identity(task: Task) -> Hashable:
     return (task.environment, "index", task.task_index)
 
 
-def _pass_at(successes: Sequence[Sequence[float]]) -> dict[int, Estimate]:
-    """pass@k of each task, averaged; its interval is over tasks, whatever their numbers of samples."""
+def _pass_at(successes: Sequence[Sequence[float]], drawn: int) -> dict[int, Estimate]:
+    """pass@k of each task, averaged; its interval is over tasks, whatever their numbers of samples.
+
+    ``k`` ends at the ``drawn`` samples of one draw: only tasks that are drawn again have more, and a mean over these
+    alone would be one over other tasks.
+    """
     found: dict[int, Estimate] = {}
-    for k in pass_ks(max((len(samples) for samples in successes), default=0)):
+    for k in pass_ks(min(drawn, max((len(samples) for samples in successes), default=0))):
         values = [[pass_at_k(len(samples), int(sum(samples)), k)] for samples in successes if len(samples) >= k]
         found[k] = clustered_mean(values)
     return found

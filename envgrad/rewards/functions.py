@@ -35,15 +35,16 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
-def check_columns(columns: Collection[str], *, has_environments: bool) -> None:
+def check_columns(columns: Collection[str], *, has_environments: bool, name: str = "") -> None:
     """
     Raises:
         ConfigurationError: a column has a name under which reward functions get something else.
     """
     taken = {*GIVEN, *(["environments"] if has_environments else [])} - NOT_COLUMNS
-    for name in sorted(taken.intersection(columns)):
+    for column in sorted(taken.intersection(columns)):
         raise ConfigurationError(
-            f"the dataset has a column {name!r}, but reward functions get something else under that name; rename it"
+            f"{name or 'the dataset'} has a column {column!r}, but reward functions get something else under that "
+            "name; rename it"
         )
 
 
@@ -130,13 +131,23 @@ default, or add the column to the dataset
         self._trainer_state = trainer_state
         self._has_tools = has_tools
         self._parameters = _Parameters.of(function, name)
+        self._has_environments = has_environments
         if columns is not None:
-            check_columns(columns, has_environments=has_environments)
-            self._check_required({*GIVEN, *columns - NOT_COLUMNS, *(["environments"] if has_environments else [])})
+            self.check_dataset(columns)
 
     @property
     def name(self) -> str:
         return self._name
+
+    def check_dataset(self, columns: frozenset[str], name: str = "") -> None:
+        """
+        Raises:
+            ConfigurationError: rows with these columns lack what the function requires, or a column's name is taken;
+                ``name`` is the dataset's, where there are several.
+        """
+        check_columns(columns, has_environments=self._has_environments, name=name)
+        given = {*GIVEN, *columns - NOT_COLUMNS, *(["environments"] if self._has_environments else [])}
+        self._check_required(given, name)
 
     async def score(self, batch: RewardBatch) -> list[float | None]:
         """One finite reward per episode; None where it does not apply.
@@ -184,11 +195,12 @@ default, or add the column to the dataset
             return given
         return {name: value for name, value in given.items() if name in self._parameters.names}
 
-    def _check_required(self, given: Collection[str]) -> None:
+    def _check_required(self, given: Collection[str], dataset: str = "") -> None:
         for name in self._parameters.required:
             if name not in given:
                 raise ConfigurationError(
-                    f"reward function {self._name!r} requires {name!r}, which it is never given{nearest(name, given)}. "
+                    f"reward function {self._name!r} requires {name!r}, which it is never given"
+                    f"{' in ' + dataset if dataset else ''}{nearest(name, given)}. "
                     f"It can get {', '.join(sorted(given))}: rename the parameter, give it a default, or add the "
                     "column to the dataset"
                 )

@@ -51,6 +51,8 @@ class EpisodeContext:
     reward_weights: RewardWeights = field(default_factory=RewardWeights)
     rollout_func: CustomRollout | None = None
     """the user's own way to play a group, instead of the episode loop"""
+    vocab_size: int | None = None
+    """token ids that the policy knows, where ids come from the user"""
     activity: Activity = field(default_factory=Activity)
     """is told what goes on; the runner's"""
 

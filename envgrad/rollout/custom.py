@@ -16,8 +16,9 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat
 
+from envgrad.environments.arguments import shorten
 from envgrad.environments.boundary import call_user
 from envgrad.environments.results import opening_messages
 from envgrad.errors import ConfigurationError, EnvironmentFailure, EpisodeFailure
@@ -84,17 +85,25 @@ def read_rollouts(context: EpisodeContext, task: Task, output: object, count: in
                 "return one rollout for each prompt"
             )
     columns = {key: value for key, value in output.items() if key not in (*REQUIRED, "env_mask")}
+    for key, value in columns.items():
+        if isinstance(value, list) and len(value) != count:
+            raise ConfigurationError(
+                f"{_WHERE} returned {key} with {len(value)} values, but it was given {count} prompts; return a list "
+                "with one value for each, or one value that is no list for all"
+            )
     return tuple(_episode(context, task, output, columns, number) for number in range(count))
 
 
 def _episode(
     context: EpisodeContext, task: Task, output: Mapping[str, Any], columns: Mapping[str, Any], number: int
 ) -> Episode:
-    prompt_ids = _ids(output["prompt_ids"][number], "prompt_ids", number)
-    completion = _ids(output["completion_ids"][number], "completion_ids", number)
-    logprobs = [math.nan if value is None else float(value) for value in output["logprobs"][number]]
+    prompt_ids = _ids(output["prompt_ids"][number], "prompt_ids", number, context.vocab_size)
+    completion = _ids(output["completion_ids"][number], "completion_ids", number, context.vocab_size)
+    logprobs = _numbers(output["logprobs"][number], "logprobs", number)
     given = output.get("env_mask")
-    mask = [1] * len(completion) if given is None else [int(bool(value)) for value in given[number]]
+    mask = [1] * len(completion)
+    if given is not None:
+        mask = [int(value > 0) for value in _numbers(given[number], "env_mask", number)]
     if not prompt_ids or not len(completion) == len(logprobs) == len(mask):
         raise ConfigurationError(
             f"{_WHERE}: rollout {number} has {len(prompt_ids)} prompt ids, {len(completion)} completion ids, "
@@ -141,13 +150,33 @@ def _episode(
     )
 
 
-def _ids(value: Any, key: str, number: int) -> list[int]:
+def _ids(value: Any, key: str, number: int, vocab_size: int | None) -> list[int]:
     """Token ids from a list or a tensor.
+
+    Raises:
+        ConfigurationError: something else, or an id that the model does not have.
+    """
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, Sequence) or not all(isinstance(item, int) for item in items):
+        raise ConfigurationError(f"{_WHERE}: {key}[{number}] is {shorten(repr(value))}; it must be a list of token ids")
+    for item in items:
+        if item < 0 or (vocab_size is not None and item >= vocab_size):
+            raise ConfigurationError(
+                f"{_WHERE}: {key}[{number}] has the token id {item}; the model has the ids from 0 to "
+                f"{'its vocabulary' if vocab_size is None else vocab_size - 1}"
+            )
+    return list(items)
+
+
+def _numbers(value: Any, key: str, number: int) -> list[float]:
+    """One number per token from a list or a tensor; NaN where it is None.
 
     Raises:
         ConfigurationError: something else.
     """
     items = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(items, Sequence) or not all(isinstance(item, int) for item in items):
-        raise ConfigurationError(f"{_WHERE}: {key}[{number}] is {value!r}; it must be a list of token ids")
-    return list(items)
+    if not isinstance(items, Sequence) or not all(item is None or isinstance(item, SupportsFloat) for item in items):
+        raise ConfigurationError(
+            f"{_WHERE}: {key}[{number}] is {shorten(repr(value))}; it must be a list with one number per token"
+        )
+    return [math.nan if item is None else float(item) for item in items]

@@ -220,9 +220,10 @@ class RolloutRunner:
             return True
         self.consecutive_failures += 1
         last = group.failures[-1].error if group.failures else None
-        why = f"the last failure was: {last}" if last else f"{name} scored none of them (get_reward returned None)"
+        nobody = f"{name} scored none of them (get_reward returned None)" if name else "no reward function scored them"
+        why = f"the last failure was: {last}" if last else nobody
         logger.warning(
-            "group %s of %s dropped: %d of %d siblings scored; %s", group.task.key, name, scored,
+            "group %s%s dropped: %d of %d siblings scored; %s", group.task.key, f" of {name}" if name else "", scored,
             policy.num_generations, why,
         )  # fmt: skip
         if self.consecutive_failures >= self.max_consecutive_failed_groups:

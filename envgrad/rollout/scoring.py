@@ -126,7 +126,8 @@ async def score_group(batch: RewardBatch, sources: Sequence[RewardSource], weigh
 
     Raises:
         RewardFailure, RewardTimeout: a source failed; the group has no reward.
-        ConfigurationError: a source returned what is no list of rewards; ends the run.
+        ConfigurationError: a source returned what is no list of rewards, or has the name of an environment's
+            component; ends the run.
     """
     if not batch.episodes or not (sources or weights.by_name):
         return Scored(episodes=batch.episodes)
@@ -136,6 +137,12 @@ async def score_group(batch: RewardBatch, sources: Sequence[RewardSource], weigh
     scored = []
     for index, episode in enumerate(batch.episodes):
         rewards: Mapping[str, float | None] = episode.rewards
+        for source in sources:
+            if source.name in rewards:
+                raise ConfigurationError(
+                    f"{episode.task.environment} names a component of its reward {source.name!r}, as a reward function "
+                    "is called, so their rewards could not be told apart; rename one of them"
+                )
         for source, column in zip(sources, columns, strict=True):
             rewards = add_component(rewards, source.name, column[index])
         total = episode.reward

@@ -34,7 +34,8 @@ class EvaluatingTrainer(AtomicCheckpoints):
         """Play the evaluation's tasks, the same ones every time; log ``<prefix>_reward`` and others.
 
         They are the rows of ``eval_dataset`` (of this call, or of construction), or without one ``eval_tasks`` tasks of
-        the environments' ``split="eval"``. Of ``{name: dataset}`` each is played and logged as ``<prefix>_<name>_*``.
+        the environments' ``split="eval"`` (all of them, if there are fewer). Of ``{name: dataset}`` each is played and
+        logged as ``<prefix>_<name>_*``.
         ``<prefix>_reward_ci95`` is half of its 95% interval over tasks; ``<prefix>_pass@k`` counts episodes with a
         reward of at least ``eval_success_reward``.
 
@@ -56,12 +57,18 @@ class EvaluatingTrainer(AtomicCheckpoints):
         return metrics
 
     def play_eval(self, tasks: TaskStream | None = None, count: int | None = None) -> Round:
-        """The episodes that ``evaluate`` scores: ``count`` of ``tasks``, or ``eval_tasks`` of the environments' own."""
+        """The episodes that ``evaluate`` scores: ``count`` of ``tasks``, or ``eval_tasks`` of the environments' own.
+
+        Finite tasks are played once at most, and none whose episodes fail is replaced: a model of later is measured on
+        the same ones.
+        """
         config = self.user_args
+        tasks, count = tasks or self.rollouts.eval_tasks(), count or config.eval_tasks
+        count = min(count, tasks.epoch_length or count)
         with self.rollouts.open() as runner:
             self.rollouts.publish(self.state.global_step)
             policy = self.rollouts.group_policy(config.num_generations_eval or 1, config.per_device_eval_batch_size)
-            played = runner.play(tasks or self.rollouts.eval_tasks(), count or config.eval_tasks, policy)
+            played = runner.play(tasks, count, policy, max_draws=count)
         if self.episode_log is not None:
             self.episode_log.write(played, step=self.state.global_step)
         return played

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 
 from envgrad.rollout.runner import Round
 from envgrad.types import Episode, Group, StopReason
@@ -14,8 +14,9 @@ from envgrad.types import Episode, Group, StopReason
 def round_metrics(played: Round) -> dict[str, float]:
     """Metrics of one round: rewards, lengths, turns, tools, stop reasons, failures.
 
-    ``reward_std`` is the mean over groups of the siblings' standard deviation, and ``frac_reward_zero_std`` the share
-    of groups in which all siblings earned the same, from which nothing is learned. Groups that dynamic sampling
+    ``reward_std`` and ``rewards/<name>/std`` are standard deviations over all episodes of the round (with N - 1), and
+    ``frac_reward_zero_std`` is the share of groups in which all siblings earned the same, from which nothing is
+    learned. Groups that dynamic sampling
     replaced (``groups/filtered``) are in all of these: what is trained is chosen by its rewards, so means over it alone
     would say little of the policy. ``groups/unteaching`` counts those that were trained although they teach nothing,
     because the bound was reached.
@@ -50,12 +51,12 @@ def round_metrics(played: Round) -> dict[str, float]:
 def _reward_metrics(groups: Sequence[Group], episodes: Sequence[Episode]) -> dict[str, float]:
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     metrics = {"reward": _mean(rewards), "episodes/unscored": float(len(episodes) - len(rewards))}
+    metrics["reward_std"] = _std(rewards)
     spreads = []
     for group in groups:
         scored = [episode.reward for episode in group.episodes if episode.reward is not None]
         if len(scored) > 1:
             spreads.append(stdev(scored))
-    metrics["reward_std"] = _mean(spreads)
     metrics["frac_reward_zero_std"] = _mean(spread < 1e-12 for spread in spreads)
     components: dict[str, list[float]] = defaultdict(list)
     by_environment: dict[str, list[float]] = defaultdict(list)
@@ -67,7 +68,7 @@ def _reward_metrics(groups: Sequence[Group], episodes: Sequence[Episode]) -> dic
             by_environment[episode.task.environment].append(episode.reward)
     for name, values in components.items():
         metrics[f"rewards/{name}/mean"] = fmean(values)
-        metrics[f"rewards/{name}/std"] = pstdev(values)
+        metrics[f"rewards/{name}/std"] = _std(values)
     if len(by_environment) > 1:
         for name, values in by_environment.items():
             metrics[f"reward/{name}"] = fmean(values)
@@ -116,6 +117,10 @@ def _tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return fmean(found) if found else 0.0
+
+
+def _std(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
 
 
 OF_ALL_ROUNDS = ("stop/", "failures/")

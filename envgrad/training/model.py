@@ -35,6 +35,11 @@ class Policy:
         """The transformers model inside, without adapters' wrapper."""
         return base_model(self.model)
 
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids it can read."""
+        return int(self.base.config.get_text_config().vocab_size)
+
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model in ``model``, which may be a peft wrapper around it."""

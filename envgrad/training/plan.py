@@ -20,9 +20,11 @@ from envgrad.environments.stateless import stateless_spec
 from envgrad.environments.tasks import CurriculumOptions, TaskStream, build_task_stream
 from envgrad.environments.tools import build_tools
 from envgrad.errors import ConfigurationError, EnvironmentContractError
+from envgrad.rewards.functions import RewardFunction
+from envgrad.rewards.unused import UnusedWeights
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.scoring import RewardSource, RewardWeights
-from envgrad.training.inputs import EnvironmentFactory, UserInputs
+from envgrad.training.inputs import EnvironmentFactory, UserInputs, columns_of
 from envgrad.training.model import Policy
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class RolloutPlan:
             check_environment_names(config, self.specs, named=self._routed)
             self.options = environment_options(config)
             self.reward_sources, self.reward_weights = self._reward_sources()
+            self.unused_weights = UnusedWeights(self.reward_weights.by_name, self.specs)
             self.train_tasks()
             self._check_eval()
             self.renderer = self._make_renderer()
@@ -138,9 +141,10 @@ class RolloutPlan:
         return plan is not None and plan.reprompting.include_environment_feedback
 
     def _check_eval(self) -> None:
-        """Evaluation that was asked for must have tasks."""
+        """Evaluation that was asked for must have tasks, with what reward functions read."""
         for _ in self.eval_streams():
             pass
+        self._check_eval_columns()
         if (
             self.config.eval_strategy != "no"
             and self.inputs.eval_dataset is None
@@ -156,6 +160,17 @@ class RolloutPlan:
                     f"eval_strategy={str(self.config.eval_strategy.value)!r} needs eval_dataset=: rows feed "
                     f"{fed[0] or 'the episodes'}, so evaluation needs rows too"
                 )
+
+    def _check_eval_columns(self) -> None:
+        if self.inputs.rollout_func is not None:
+            return  # it adds columns of its own
+        columns = {name: columns_of(dataset) for name, dataset in self.inputs.datasets() if name != "train_dataset"}
+        if not columns and self.config.eval_strategy != "no" and not self.stateless:
+            columns = {f"split='eval' of {', '.join(self.specs)} (no eval_dataset)": frozenset()}
+        for source in self.reward_sources:
+            for name, known in columns.items():
+                if isinstance(source, RewardFunction) and known is not None:
+                    source.check_dataset(known, name)
 
     @property
     def policy(self) -> Policy:

@@ -130,6 +130,7 @@ class Rollouts(RolloutPlan):
             reward_sources=self.reward_sources,
             reward_weights=self.reward_weights,
             rollout_func=self._custom_rollout(),
+            vocab_size=None if self._policy is None else self._policy.vocab_size,
             activity=self.activity,
             sampling=SamplingParams(
                 max_tokens=1,

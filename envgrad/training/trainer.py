@@ -128,6 +128,7 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         self.episode_log = EpisodeLog(Path(args.output_dir) / "episodes") if args.log_episodes else None
         self.completion_log = completion_log(args, self.args.report_to)
         self.last_round: Round | None = None
+        self._told_of_nothing = False
         self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks))
 
     def _teacher(self, policy: nn.Module) -> Teacher | None:
@@ -221,6 +222,13 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         self._phases.trained()
         if parts:
             self.algorithm.after_step(metrics)
+        elif self.teacher is None and not self._told_of_nothing:  # a teacher has words of its own
+            self._told_of_nothing = True
+            logger.warning(
+                "step %d teaches nothing, so the weights stay: no sample has an advantage (siblings earned the same), "
+                "or all are masked. frac_reward_zero_std shows how often; this is said once",
+                self.state.global_step + 1,
+            )  # fmt: skip
         self._averages.add(
             metrics
             | inputs.metrics
@@ -248,7 +256,10 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
 
     def _record_round(self, played: Round) -> None:
         self.last_round = played
-        self._averages.add(round_metrics(played))
+        metrics = round_metrics(played)
+        self._averages.add(metrics)
+        self.state.num_input_tokens_seen += int(metrics["tokens/prompt"] + metrics["tokens/sampled"])
+        self.rollouts.unused_weights.observe(played.scored)
         if self.episode_log is not None:
             self.episode_log.write(played, step=self.state.global_step)
 
@@ -257,6 +268,9 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         if "loss" in logs or "train_runtime" in logs:
             averages = self._averages.take()
             logs = logs | averages | phase_shares(averages)
+            if "time/step" in averages:  # as trl calls it; tokens are counted from the run's beginning
+                logs["step_time"] = averages["time/step"]
+                logs["num_tokens"] = float(self.state.num_input_tokens_seen)
         super().log(logs, start_time)
         if self.completion_log is not None and "loss" in logs:
             self.completion_log.show(self.state.global_step)

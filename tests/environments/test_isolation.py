@@ -152,7 +152,7 @@ class TestIsolation:
         assert isolation.settled and isolation.stream(1) is None and not caplog.records
         isolation = Isolation()
         isolation.settle(frozenset({"numpy"}), "dice")
-        assert isolation.names == {"numpy"} and isolation.stream(1) is not None
+        assert isolation.names == {"random", "numpy"} and isolation.stream(1) is not None
         assert "dice draws from the process-global random generators (numpy)" in caplog.text
 
     def test_always_and_off(self):

@@ -74,8 +74,10 @@ def test_a_task_that_is_drawn_twice_is_one_task() -> None:
     twice = Round(groups=(group([1.0, 0.0], 0, index=7), group([0.0, 0.0], 1, index=7), group([1.0, 1.0], 2, index=8)))
     summary = summarize(twice)
     assert summary.tasks == 2
-    assert summary.pass_at[4].clusters == 1
     assert summary.pass_at[1].mean == pytest.approx((0.25 + 1.0) / 2)
+    assert summary.pass_at[2].mean == pytest.approx((0.5 + 1.0) / 2)
+    # k ends at the samples of one draw: beyond, the mean would be over other tasks.
+    assert {k: estimate.clusters for k, estimate in summary.pass_at.items()} == {1: 2, 2: 2}
 
 
 def test_environments_have_figures_of_their_own() -> None:

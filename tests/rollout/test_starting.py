@@ -249,6 +249,23 @@ def test_interleaved_episodes_roll_what_they_roll_alone():
     assert process_state() == before
 
 
+def test_whoever_draws_from_one_generator_has_a_stream_of_the_other_too():
+    class Mixed(DrawsFromPythonAndCloses):
+        """Its start draws from Python's generator, its tool from numpy's."""
+
+        def roll(self) -> str:
+            """Roll."""
+            return str(np.random.randint(WORDS))
+
+    script = [turn(call("roll"))] * 2 + [turn("x")]
+    before = process_state()
+    found = rolls(played(Mixed, 3, 3, script))
+    assert process_state() == before
+    assert all(found["env", group, sibling] == found["env", group, 0] for group in range(3) for sibling in range(3))
+    np.random.seed(1)  # whatever the process has drawn meanwhile
+    assert rolls(played(Mixed, 3, 3, script)) == found
+
+
 def test_a_retry_and_its_siblings_begin_with_the_same_numbers():
     class Fails(DrawsFromPythonAndCloses):
         failed = 0

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -309,3 +309,29 @@ def test_a_trainer_s_evaluation_has_pass_at_k_and_intervals(tmp_path: Path) -> N
     assert metrics["eval_pass@1_ci95"] == pytest.approx(3.182446 * 0.5773503 / 2)
     assert metrics["eval_reward_ci95"] == pytest.approx(0.7 * 3.182446 * 0.5773503 / 2)
     assert trainer.state.log_history[-1]["eval_pass@2"] == 0.5
+
+
+def test_a_trainer_s_evaluation_plays_each_finite_task_once_and_replaces_none(tmp_path: Path) -> None:
+    class Task(Letters):
+        played: ClassVar[list[int]] = []
+
+        def reset(self, task_index: int) -> str:
+            self.task = task_index
+            Task.played.append(task_index)
+            return "Write."
+
+        def get_reward(self) -> float | None:
+            return None if self.task == 1 else 1.0  # one that cannot be scored is no reason to play another one
+
+        @classmethod
+        def num_tasks(cls, split: str) -> int:
+            return 3 if split == "eval" else 10
+
+    trainer = GRPOTrainer(tiny_llama(), args=training_config(tmp_path, num_generations_eval=2, max_completion_length=4),
+                          environment_factory=Task, processing_class=tokenizer_of())  # fmt: skip
+    assert trainer.user_args.eval_tasks > 3
+    metrics = trainer.evaluate()
+    assert sorted(Task.played) == [0, 0, 1, 1, 2, 2]
+    assert (metrics["eval_tasks"], metrics["eval_tasks/unscored"]) == (3, 1)
+    assert [len(group.episodes) for group in trainer.play_eval().groups] == [2, 2]
+    assert len(Task.played) == 12

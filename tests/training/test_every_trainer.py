@@ -224,26 +224,23 @@ def test_an_unknown_environment_is_found_over_the_whole_column_at_construction(k
 
 
 def test_two_names_of_one_class_share_nothing_but_the_class(kind, tmp_path, monkeypatch):
-    instances = {"a": set(), "b": set()}
+    """Each pays by the factory that made it, so an instance that played for the other name would show."""
 
-    def factory(name):
-        def build():
-            made = Counter()
-            instances[name].add(id(made))
-            keep.append(made)
-            return made
+    class Paid(Counter):
+        def __init__(self, pay):
+            self.pay = pay
 
-        return build
+        def get_reward(self):
+            return self.pay * self.n
 
-    keep = []
-    script(monkeypatch, [turn(call("inc", n=1)), *ANSWER])
+    script(monkeypatch, [turn(call("inc", n=2)), *ANSWER])
     trainer = kind.make(
-        tmp_path, environment_factory={"a": factory("a"), "b": factory("b")},
-        options={"per_device_train_batch_size": 8, "max_steps": 1},
+        tmp_path, environment_factory={"a": lambda: Paid(1.0), "b": lambda: Paid(10.0)},
+        options={"per_device_train_batch_size": 8, "max_steps": 2},
     )  # fmt: skip
     trainer.train()
-    assert instances["a"] and instances["b"] and not instances["a"] & instances["b"]
-    assert logged(trainer, "episodes/a") == [4.0] and logged(trainer, "episodes/b") == [4.0]
+    assert logged(trainer, "episodes/a") == [4.0] * 2 and logged(trainer, "episodes/b") == [4.0] * 2
+    assert logged(trainer, "reward/a") == [2.0] * 2 and logged(trainer, "reward/b") == [20.0] * 2
 
 
 def test_evaluation_plays_the_rows_of_its_dataset(kind, tmp_path, monkeypatch):
@@ -352,19 +349,22 @@ def _reference(trainer):
     return (trainer.preparation.reference_logprobs(trainer.last_round.groups, "shared", None),)
 
 
-def test_equal_rewards_teach_nothing_and_break_nothing(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dropping", [False, True])
+def test_equal_rewards_teach_nothing_and_break_nothing(kind, tmp_path, monkeypatch, caplog, dropping):
     def constant(completions, **kwargs):
         return [1.0] * len(completions)
 
     script(monkeypatch, ANSWER)
     rows = Dataset.from_list([{"prompt": "one"}])
-    options = {"max_steps": 3, "per_device_train_batch_size": 8} | ({"beta": 0.0} if kind.name == "RLOO" else {})
+    options = {"max_steps": 3, "per_device_train_batch_size": 8, "dynamic_sampling": dropping}
+    options |= {"beta": 0.0} if kind.name == "RLOO" else {}
     trainer = kind.make(tmp_path, reward_funcs=constant, train_dataset=rows, options=options)
     before = flat(trainer.model)
     trainer.train()
     assert logged(trainer, "frac_reward_zero_std") == [1.0] * 3
     if kind.name != "SDPO":  # a solved sibling teaches even where all are solved
         assert logged(trainer, "loss") == [0.0] * 3 and torch.equal(before, flat(trainer.model))
+        assert sum("teaches nothing" in record.getMessage() for record in caplog.records) == 1, "told once"
     assert torch.isfinite(flat(trainer.model)).all()
 
 

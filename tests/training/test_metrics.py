@@ -50,8 +50,9 @@ def test_numbers_of_a_round_by_hand():
     dropped = Group(task=second.task, episodes=(), failures=(failure,))
     metrics = round_metrics(Round(groups=(first, second), dropped=(dropped,)))
     assert metrics["reward"] == pytest.approx(3 / 4) and metrics["episodes/unscored"] == 1
-    assert metrics["reward_std"] == pytest.approx(0.5**0.5 / 2) and metrics["frac_reward_zero_std"] == 0.5
-    assert metrics["rewards/e/mean"] == pytest.approx(3 / 4)
+    # Rewards 1, 0, 1, 1: their squared distances to 3/4 sum to 3/4, over N - 1 = 3.
+    assert metrics["reward_std"] == pytest.approx(0.5) and metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["rewards/e/mean"] == pytest.approx(3 / 4) and metrics["rewards/e/std"] == pytest.approx(0.5)
     assert metrics["completions/mean_length"] == 4 and metrics["completions/clipped_ratio"] == pytest.approx(1 / 5)
     assert metrics["completions/mean_terminated_length"] == 4
     assert metrics["tokens/sampled"] == 20 and metrics["stop/max_turns"] == pytest.approx(1 / 5)

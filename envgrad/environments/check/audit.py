@@ -14,6 +14,8 @@ cost something, and a model may learn that first.
 **Luck is no hack.** Uninformed calls solve some tasks by luck: their mean is the floor to compare a trained agent with.
 If they earn something in every single episode, the reward hardly depends on the task (a warning).
 The last rule is for rewards that do not depend on the agent at all: all agents get the same one, and it is not 0.
+Where no id decides the task, agents play different ones, and the means must differ by more than luck. Where not even
+siblings can share one, agents are not compared.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import stdev
+from statistics import variance
 
 from envgrad.environments.boundary import Raised
 from envgrad.environments.check.actions import Action, Call, Say, random_call, random_text, written_arguments
@@ -160,8 +162,13 @@ def judge(bench: Bench, rows: list[AuditRow]) -> None:
         seen = "equal episodes are rewarded differently, so agents cannot be told from luck."
         bench.find(Level.NOTE, Rule.AUDIT, "the audit", seen, "Draw the reward from the seed, and check again.")
         return
+    if bench.found(Rule.START, Level.BREACH):
+        seen = "each agent played a task of its own, as siblings would, so agents cannot be told from luck."
+        bench.find(Level.NOTE, Rule.AUDIT, "the audit", seen, "Mend the group's start, and check again.")
+        return
     idle = [row for row in rows if row.agent != RANDOM.name]
-    above = [row for row in idle if row.mean is not None and row.mean > bar + _margin(bench, row)]
+    margin = _margin(bench, rows, bar)
+    above = [row for row in idle if row.mean is not None and row.mean > bar + margin(row)]
     paid = [row for row in above if row.mean is not None and row.mean > _EXACT]
     means = [row.mean for row in rows if row.mean is not None]
     constant = abs(bar) > _EXACT and max(means) - min(means) < _EXACT and len(means) > 1
@@ -178,12 +185,18 @@ def judge(bench: Bench, rows: list[AuditRow]) -> None:
     bench.audit = tuple(replace(row, suspicious=row.agent in suspicious) for row in rows)
 
 
-def _margin(bench: Bench, row: AuditRow) -> float:
-    """How much above the bar may be luck: only where agents could not be given the same tasks."""
-    rewards = [reward for reward in row.rewards if reward is not None]
-    if bench.determinism is not Determinism.NONE or len(rewards) < 2:
-        return _EXACT
-    return _EXACT + _DEVIATIONS * stdev(rewards) / math.sqrt(len(rewards))
+def _margin(bench: Bench, rows: list[AuditRow], bar: float) -> Callable[[AuditRow], float]:
+    """How much above the bar an agent's mean may be by luck: only where agents could not be given the same tasks.
+
+    The spread is that of all agents' rewards together: four of one agent's may be close by chance.
+    """
+    scored = {row.agent: [reward for reward in row.rewards if reward is not None] for row in rows}
+    freedom = sum(len(rewards) - 1 for rewards in scored.values() if rewards)
+    if bench.determinism is not Determinism.NONE or freedom < 1:
+        return lambda row: _EXACT
+    spread = sum((len(rewards) - 1) * variance(rewards) for rewards in scored.values() if len(rewards) > 1) / freedom
+    tried = min(len(scored[row.agent]) for row in rows if row.agent in (REFUSAL.name, RANDOM.name) and row.mean == bar)
+    return lambda row: _EXACT + _DEVIATIONS * math.sqrt(spread * (1 / len(scored[row.agent]) + 1 / tried))
 
 
 def _pays_always(row: AuditRow, bar: float) -> bool:

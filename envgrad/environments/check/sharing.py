@@ -22,6 +22,12 @@ from envgrad.types import Task
 
 _VALUES = (int, float, str, bytes, bytearray, list, dict, set, frozenset, tuple, deque, type(None))
 _CONTAINERS = (bytearray, list, dict, set, deque)
+_OWN = {
+    "random": "self.random = random.Random(seed)",
+    "numpy": "self.random = numpy.random.default_rng(seed)",
+    "torch": "self.random = torch.Generator().manual_seed(seed)",
+}
+"""what an environment draws from instead of a library's global generator"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ async def check_global_draws(bench: Bench, plan: Plan, task: Task) -> None:
             if early
             else "It does so behind its start, where training finds it only with isolate_generators='always'."
         ),
-        "Make a generator of its own in reset: self.random = random.Random(seed).",
+        f"Make one of its own in reset(self, seed): {', '.join(_OWN[name] for name in names)}.",
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from envgrad.environments.check.audit import judge
 from envgrad.environments.check.bench import Bench
-from envgrad.environments.check.report import AuditRow, CheckReport, Determinism, Level
+from envgrad.environments.check.report import AuditRow, CheckReport, Determinism, Level, Rule
 
 
 def judged(
@@ -67,6 +67,26 @@ def test_where_agents_played_different_tasks_luck_is_allowed_for() -> None:
     assert not judged((0.0,) * 5, rewards, (0.0,) * 5, Determinism.NONE).findings
     assert judged((0.0,) * 5, rewards, (0.0,) * 5, Determinism.SEEDED).findings
     assert judged((0.0,) * 5, (1.0,) * 5, (0.0,) * 5, Determinism.NONE).findings
+
+
+def test_the_bar_is_luck_too_where_agents_played_different_tasks() -> None:
+    # Rewards from 0 to 1 whatever is done. Taken alone, the first two vary little by chance, and are far apart.
+    refusal, silent, guess = (0.2, 0.3, 0.2, 0.3), (0.75, 0.8, 0.7, 0.8), (0.0, 1.0, 0.9, 0.1, 0.5, 1.0, 0.0, 0.6)
+    assert not judged(refusal, silent, guess, Determinism.NONE).findings
+
+
+def test_agents_are_not_compared_where_siblings_cannot_share_a_task() -> None:
+    bench = Bench(name="game", timeout=1.0)
+    bench.determinism = Determinism.NONE
+    bench.find(Level.BREACH, Rule.START, "reset", "siblings cannot share a task.", "Name 'seed'.")
+    judge(
+        bench,
+        [AuditRow(agent=agent, does="", rewards=(pay,) * 4) for agent, pay in (("refusal", 1.0), ("random", 0.0))],
+    )
+    bench.end()
+    (note,) = bench.report().of(Rule.AUDIT)
+    assert note.level is Level.NOTE and "a task of its own" in note.seen
+    assert not any(row.suspicious for row in bench.report().audit)
 
 
 def test_random_rewards_are_not_judged() -> None:

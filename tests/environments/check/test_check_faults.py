@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from envgrad.environments.check import CheckReport, Determinism, Level, Rule, check_environment
@@ -144,3 +147,20 @@ def test_tasks_that_begin_alike_are_told_apart_by_later_ones() -> None:
             return super().reset(max(0, task_index - 5))
 
     assert check_environment(Late, groups=3).determinism is Determinism.TASK
+
+
+@pytest.mark.parametrize(
+    ("draw", "member", "fix"),
+    [
+        (lambda: random.randrange(9), "random", "random.Random(seed)"),
+        (lambda: int(np.random.randint(9)), "numpy", "numpy.random.default_rng(seed)"),
+    ],
+)
+def test_the_fix_names_a_generator_of_the_same_library(draw: Callable[[], int], member: str, fix: str) -> None:
+    class Draws(faulty.Sound):
+        def reset(self, seed: int, split: str = "train") -> str:
+            self.drawn = draw()
+            return super().reset(seed, split)
+
+    (found,) = check_environment(Draws).of(Rule.GLOBAL_RANDOM)
+    assert found.member == member and fix in found.fix

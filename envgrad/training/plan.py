@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 LEAST_CONCURRENCY = 64
 """episodes in flight where the user sets no bound: a small training batch must not make evaluation crawl"""
 
+METRIC_NAMES = ("turns", "unscored")
+"""``episodes/<name>`` is a metric of these already"""
+
 
 def _close_probes(probes: dict[str, object], specs: Mapping[str, EnvironmentSpec], close_timeout: float) -> None:
     """Close probe instances that no pool took over. Safe to call twice."""
@@ -84,6 +87,10 @@ class RolloutPlan:
         shared = build_tools(self.inputs.tools or ())
         columns = self.inputs.columns()
         for name, factory in self._factories().items():
+            if name in METRIC_NAMES:
+                raise ConfigurationError(
+                    f"an environment cannot be called {name!r}: metrics of that name exist; name it otherwise"
+                )
             spec, probe = inspect_environment(name, factory, columns=columns, routed=self._routed)
             self._probes[name] = probe
             self.specs[name] = spec

@@ -163,3 +163,8 @@ def test_contract_errors_are_configuration_errors():
 def test_rounds_of_tool_calls_are_turns_less_one(tmp_path):
     assert [config(tmp_path, max_tool_calling_iterations=n).max_turns for n in (0, 1, 5)] == [1, 2, 6]
     assert config(tmp_path).max_turns is None, "tokens bound an episode then"
+
+
+def test_an_environment_cannot_have_the_name_of_a_metric(tmp_path):
+    with pytest.raises(ConfigurationError, match="'turns'"):
+        build(tmp_path, environment={"turns": Letters, "letters": Letters})

@@ -1,12 +1,13 @@
 """What a shared start is worth: the same training with siblings that share their task, and with siblings that do not.
 
-    python -m benchmarks.group_start [--seeds 5] [--environments compass,secret] [--steps 40]
+    python -m benchmarks.group_start [--seeds 5] [--environments compass,secret,dealt] [--steps 40]
 
-Two environments, each with two kinds of start, at equal episodes:
+Three environments, each with two kinds of start, at equal episodes:
 
 - ``compass``: the demo's. Shared: all siblings get the group's seed. Independent: each draws a task of its own.
 - ``secret``: the game as somebody would write it who knows nothing of groups: it draws from Python's global ``random``.
   Shared: what envgrad does with it by default. Independent: each reset draws for itself (``isolate_generators="off"``).
+- ``dealt``: the same, with a score that also depends on the task that was drawn.
 
 It prints the mean variance of rewards inside groups, which is the variance of the advantage estimate ``r - baseline``
 (times G / (G - 1)), at the first round (both kinds have one policy there) and over the run, and the reward.
@@ -48,6 +49,18 @@ class SecretCompass(Compass):
         self.moves = 0
 
 
+class DealtCompass(SecretCompass):
+    """A game whose score also depends on the deal, as that of many games does: up to 2 points come with the task."""
+
+    def reset(self) -> str:  # type: ignore[override]
+        opening = super().reset()
+        self.luck = 2 * random.random()
+        return opening
+
+    def get_reward(self) -> dict[str, float]:  # type: ignore[override]
+        return {"success": super().get_reward(), "luck": self.luck}
+
+
 def independent_compass(run_seed: int) -> Callable[[], object]:
     """``Compass`` whose every reset draws a task of its own, whatever the group is."""
     draws = count()
@@ -70,9 +83,11 @@ class Run:
     shared: bool
     seed: int
     first_variance: float
+    """of rewards inside groups, in the first round"""
     mean_variance: float
-    """of rewards inside groups, mean over the run's rounds"""
+    """the same, mean over the run's rounds"""
     first_reward: float
+    """success rates from here on"""
     mean_reward: float
     last_reward: float
     mismatches: float
@@ -84,6 +99,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.rounds: list[list[list[float]]] = []
+        self.successes: list[float] = []
         self.mismatches = 0
         self._seen: Round | None = None
         self.trainer: GRPOTrainer | None = None
@@ -95,6 +111,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._seen = played
         self.mismatches += sum(group.start_mismatch is not None for group in played.groups)
         self.rounds.append([[e.reward for e in g.episodes if e.reward is not None] for g in played.groups])
+        every = [e for g in played.groups for e in g.episodes]
+        self.successes.append(fmean(e.rewards.get("success", e.reward) or 0.0 for e in every))
 
 
 def train(environment: str, shared: bool, seed: int, steps: int) -> Run:
@@ -105,7 +123,7 @@ def train(environment: str, shared: bool, seed: int, steps: int) -> Run:
     if environment == "compass":
         factory = Compass if shared else independent_compass(seed)
     else:
-        factory = SecretCompass
+        factory = DealtCompass if environment == "dealt" else SecretCompass
         random.seed(seed)
         config = replace_config(config, isolate_generators="auto" if shared else "off")
     watch = _Watch()
@@ -116,7 +134,7 @@ def train(environment: str, shared: bool, seed: int, steps: int) -> Run:
     finally:
         trainer.close()
     inside = [fmean(variance(group) for group in groups if len(group) > 1) for groups in watch.rounds]
-    rewards = [fmean(reward for group in groups for reward in group) for groups in watch.rounds]
+    rewards = watch.successes
     return Run(
         environment=environment,
         shared=shared,
@@ -143,7 +161,7 @@ def replace_config(config: GRPOConfig, **values: Any) -> GRPOConfig:
 def table(runs: Sequence[Run]) -> str:
     """Markdown: mean and standard deviation over seeds."""
     lines = [
-        "| environment | start | variance in groups, first round | over the run | reward, mean of run | last rounds |",
+        "| environment | start | variance in groups, first round | over the run | success, mean of run | last rounds |",
         "|---|---|---|---|---|---|",
     ]
     for environment in dict.fromkeys(run.environment for run in runs):
@@ -165,7 +183,7 @@ def _figure(values: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--environments", default="compass,secret")
+    parser.add_argument("--environments", default="compass,secret,dealt")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", type=Path, help="JSON lines, one for each run, appended")
     options = parser.parse_args()

@@ -30,10 +30,10 @@ def test_the_starter_learns_to_read_the_compass(tmp_path):
 def test_rloo_learns_the_same(tmp_path):
     torch.set_num_threads(1)
     config = RLOOConfig(
-        output_dir=str(tmp_path), max_steps=36, seed=0, per_device_train_batch_size=256, num_generations=16,
+        output_dir=str(tmp_path), max_steps=44, seed=0, per_device_train_batch_size=256, num_generations=16,
         max_completion_length=128, max_turns=8, learning_rate=1e-3, lr_scheduler_type="constant", adam_beta2=0.99,
         beta=0.0, normalize_advantages=True, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        use_cpu=True, bf16=False, log_episodes=False,
+        use_cpu=True, bf16=False, log_episodes=False, deterministic=True,
     )  # fmt: skip
     trainer = RLOOTrainer("starter", args=config, environment_factory=Compass)
     trainer.train()

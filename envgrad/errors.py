@@ -99,3 +99,14 @@ class EpisodeDone(Exception):
     def __init__(self, observation: object = "") -> None:
         super().__init__(observation)
         self.observation = observation
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what ``error`` says, to be quoted in a message of ours.
+
+    Example:
+        >>> first_line(OSError("no such folder\\nand much more")), first_line(KeyError())
+        ('no such folder', 'KeyError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -23,7 +23,7 @@ from transformers import (
 
 from envgrad.chat.renderer import ChatRenderer
 from envgrad.environments.boundary import Raised, call_user, guard
-from envgrad.errors import ConfigurationError
+from envgrad.errors import ConfigurationError, first_line
 from envgrad.rewards.exchange import Exchange, exchange_of
 from envgrad.rewards.results import read_rewards, value_of
 from envgrad.rollout.scoring import RewardBatch
@@ -234,7 +234,7 @@ def _load(source: str, name: str, options: RewardModelOptions) -> PreTrainedMode
     try:
         model, loading = load(source, num_labels=1, output_loading_info=True, **kwargs)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"reward model {source!r} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigurationError(f"reward model {source!r} cannot be loaded: {first_line(error)}") from error
     if loading["missing_keys"]:
         raise ConfigurationError(
             f"reward model {source!r} has no weights for {sorted(loading['missing_keys'])}, so its scores would be "
@@ -255,14 +255,9 @@ def _load_tokenizer(source: str, name: str, options: RewardModelOptions, *, load
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"reward model {name!r}: no tokenizer can be loaded from {source!r} ({_first_line(error)}); {fix}"
+            f"reward model {name!r}: no tokenizer can be loaded from {source!r} ({first_line(error)}); {fix}"
         ) from error
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _text_config(model: nn.Module) -> PreTrainedConfig | None:

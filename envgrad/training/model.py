@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from envgrad.errors import ConfigurationError
+from envgrad.errors import ConfigurationError, first_line
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -121,7 +121,7 @@ def _load_model(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -
     try:
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"model={source!r} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigurationError(f"model={source!r} cannot be loaded: {first_line(error)}") from error
     if "gguf_file" in options:
         _forget_quantization(loaded)
     return loaded
@@ -145,14 +145,9 @@ def _load_tokenizer(source: str, kwargs: Mapping[str, Any], config: RolloutConfi
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"no tokenizer can be loaded from {source!r} ({_first_line(error)}); pass one as processing_class"
+            f"no tokenizer can be loaded from {source!r} ({first_line(error)}); pass one as processing_class"
         ) from error
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _dropout_rates(module: nn.Module) -> list[str]:

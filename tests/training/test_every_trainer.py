@@ -44,13 +44,6 @@ class Counter:
         return float(self.n)
 
 
-class Unpaid(Counter):
-    get_reward = None
-
-    def __init__(self):
-        type(self).get_reward = None
-
-
 def paid_by_length(completions, **kwargs):
     return [float(len(completion[0]["content"]) % 7) for completion in completions]
 
@@ -169,20 +162,6 @@ def test_a_row_of_a_stream_without_prompt_stops_before_anything_is_sampled(kind,
 
 
 def test_a_dataset_routes_rows_and_shows_only_that_environments_tools(kind, tmp_path, monkeypatch):
-    class Other(Counter):
-        def dec(self, n: int) -> str:
-            """Subtract.
-
-            Args:
-                n: How much.
-            """
-            return "less"
-
-        inc = None
-
-        def __init__(self):
-            self.inc = None
-
     class OnlyDec:
         def reset(self):
             return "Down."

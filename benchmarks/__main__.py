@@ -47,7 +47,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", default="auto", help="thread counts to try, as in 1,2 (default: 1 and all cores)")
     add("--splits", nargs="+", type=int, default=(1, 4), help="micro-batches to try with trl (default 1 4)")
     add("--models", nargs="+", choices=("small", "smollm2"), default=("small", "smollm2"), help="of the other sections")
-    add("--batches", nargs="+", type=int, help="rows decoded together, equal lengths (default 8 32 64; 8 with --quick)")
+    add("--batches", nargs="*", type=int, help="rows decoded together, equal lengths (default 8 32 64; 8 with --quick)")
     add("--varied-batches", nargs="*", type=int, help="the same for lengths from 8 to 128 (default 32; 8 with --quick)")
     add("--continuous-batching", action="store_true", help="transformers' continuous batching too")
     add("--vllm-python", type=Path, help="a Python that has vLLM, to decode with it too")
@@ -149,7 +149,8 @@ def run_training(options: argparse.Namespace, report: Report, models: Path) -> N
 def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(arguments)
     options.pairs = options.pairs or (2 if options.quick else 5)
-    options.batches = options.batches or ((8,) if options.quick else (8, 32, 64))
+    if options.batches is None:
+        options.batches = (8,) if options.quick else (8, 32, 64)
     if options.varied_batches is None:
         options.varied_batches = (8,) if options.quick else (32,)
     now = datetime.now(UTC)

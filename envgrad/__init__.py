@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from envgrad.compat.model_config import ModelConfig, get_peft_config, get_quantization_config
     from envgrad.compat.parser import TrlParser, init_zero_verbose
     from envgrad.compat.progress import RichProgressCallback
-    from envgrad.config import GRPOConfig, RLOOConfig, SDPOConfig
+    from envgrad.config import AsyncGRPOConfig, GRPOConfig, RLOOConfig, SDPOConfig
     from envgrad.environments.check import check_environment
     from envgrad.environments.contract import Environment, StepResult, ToolResult, tool
     from envgrad.errors import (
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         TooManyFailures,
     )
     from envgrad.training.trainer import RolloutTrainer
-    from envgrad.training.trainers import GRPOTrainer, RLOOTrainer, SDPOTrainer
+    from envgrad.training.trainers import AsyncGRPOTrainer, GRPOTrainer, RLOOTrainer, SDPOTrainer
     from envgrad.training.warm_start import export_episodes, warm_start
     from envgrad.types import Episode, Group, StopReason, Task, TrainingSample
 
@@ -38,6 +38,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Algorithm": "envgrad.algorithms.base",
+    "AsyncGRPOConfig": "envgrad.config",
+    "AsyncGRPOTrainer": "envgrad.training.trainers",
     "ConfigurationError": "envgrad.errors",
     "DatasetMixtureConfig": "envgrad.compat.datasets_config",
     "EnvgradError": "envgrad.errors",
@@ -83,6 +85,8 @@ __all__ = [
     "RLOO",
     "SDPO",
     "Algorithm",
+    "AsyncGRPOConfig",
+    "AsyncGRPOTrainer",
     "ConfigurationError",
     "DatasetMixtureConfig",
     "EnvgradError",

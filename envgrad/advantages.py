@@ -23,8 +23,14 @@ Rewards: TypeAlias = Sequence[float | None]
 ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
 
 
+Baseline: TypeAlias = Literal["group", "batch"]
+
+
 def grpo_advantages(
-    groups: Sequence[Rewards], scale_rewards: ScaleRewards = "group", eps: float = 1e-4
+    groups: Sequence[Rewards],
+    scale_rewards: ScaleRewards = "group",
+    eps: float = 1e-4,
+    baseline: Baseline = "group",
 ) -> list[list[float]]:
     """Group-relative advantages: ``A_i = (r_i - mean(r)) / (s + eps)``.
 
@@ -37,14 +43,20 @@ def grpo_advantages(
 
     Standard deviations are the unbiased ones (divisor ``n - 1``).
 
+    ``baseline="batch"`` takes all scored rewards of all groups for one group: for siblings that do not share a task, so
+    that the mean of the few is no better a guess than the mean of all (REINFORCE with a batch mean).
+
     Degenerate cases: unscorable sibling, fewer than two scored siblings, equal rewards -> 0.
 
     Raises:
-        ConfigurationError: an unknown ``scale_rewards``, a negative ``eps``, or an infinite reward.
+        ConfigurationError: an unknown ``scale_rewards`` or ``baseline``, a deviation of the group beside a mean of the
+            batch, a negative ``eps``, or an infinite reward.
 
     Example:
         >>> grpo_advantages([[1.0, None, 0.0, 2.0]], "none")
         [[0.0, 0.0, -1.0, 1.0]]
+        >>> grpo_advantages([[1.0, 1.0], [0.0, 2.0, None]], "none", baseline="batch")
+        [[0.0, 0.0], [-1.0, 1.0, 0.0]]
         >>> [round(a, 3) for a in grpo_advantages([[0.0, 0.0, 1.0, 1.0]])[0]]
         [-0.866, -0.866, 0.866, 0.866]
     """
@@ -54,6 +66,13 @@ def grpo_advantages(
         )
     _check_eps(eps)
     _check_finite(groups)
+    if _is_batch(baseline):
+        if scale_rewards == "group":
+            raise ConfigurationError(
+                "scale_rewards='group' cannot act beside baseline='batch': a group's deviation says nothing of the "
+                "batch's mean; set scale_rewards to 'batch' or 'none'"
+            )
+        return _as_one(groups, lambda pool: grpo_advantages(pool, scale_rewards, eps))
     batch_std = _std(_scored(reward for group in groups for reward in group)) if scale_rewards == "batch" else 0.0
 
     def advantages(scored: list[float]) -> list[float]:
@@ -67,7 +86,9 @@ def grpo_advantages(
     return [_credit(group, advantages) for group in groups]
 
 
-def rloo_advantages(groups: Sequence[Rewards], normalize: bool = False, eps: float = 1e-4) -> list[list[float]]:
+def rloo_advantages(
+    groups: Sequence[Rewards], normalize: bool = False, eps: float = 1e-4, baseline: Baseline = "group"
+) -> list[list[float]]:
     """Leave-one-out advantages: ``A_i = r_i - sum_{j != i} r_j / (n - 1)`` over the group's ``n`` scored siblings.
 
     REINFORCE with the mean reward of the *other* samples as baseline, which is independent of sample ``i`` and so
@@ -76,17 +97,23 @@ def rloo_advantages(groups: Sequence[Rewards], normalize: bool = False, eps: flo
     ``normalize=True`` then standardises over the whole batch: ``(A - mean(A)) / (std(A) + eps)`` over every scored
     sibling of every group with at least two scored ones, with the unbiased deviation.
 
+    ``baseline="batch"`` leaves one out of all scored rewards of all groups, for siblings that do not share a task.
+
     Degenerate cases: unscorable sibling, fewer than two scored siblings, equal rewards -> 0.
 
     Raises:
-        ConfigurationError: a negative ``eps`` or an infinite reward.
+        ConfigurationError: an unknown ``baseline``, a negative ``eps`` or an infinite reward.
 
     Example:
         >>> rloo_advantages([[1.0, 0.0, 2.0], [3.0, None, 1.0]])
         [[0.0, -1.5, 1.5], [2.0, 0.0, -2.0]]
+        >>> rloo_advantages([[3.0, 3.0], [0.0]], baseline="batch")
+        [[1.5, 1.5], [-3.0]]
     """
     _check_eps(eps)
     _check_finite(groups)
+    if _is_batch(baseline):
+        return _as_one(groups, lambda pool: rloo_advantages(pool, normalize, eps))
 
     def leave_one_out(scored: list[float]) -> list[float]:
         total = math.fsum(scored)
@@ -206,6 +233,22 @@ def turn_advantages(
             [[columns[at][i] for at in range(0 if turns is None else len(turns))] for i, turns in enumerate(group)]
         )
     return result
+
+
+def _is_batch(baseline: Baseline) -> bool:
+    if baseline not in get_args(Baseline):
+        raise ConfigurationError(
+            f"baseline={baseline!r} is not known; use one of {', '.join(map(repr, get_args(Baseline)))}"
+        )
+    return baseline == "batch"
+
+
+def _as_one(
+    groups: Sequence[Rewards], advantages: Callable[[Sequence[Rewards]], list[list[float]]]
+) -> list[list[float]]:
+    """The advantages of all groups' rewards as those of one group, in the groups' shape."""
+    values = iter(advantages([[reward for group in groups for reward in group]])[0])
+    return [[next(values) for _ in group] for group in groups]
 
 
 def _credit(group: Rewards, advantages: Callable[[list[float]], list[float]]) -> list[float]:

@@ -13,6 +13,8 @@
     |   |-- RewardFailure                     a reward function or reward model raised
     |   `-- SamplerFailure                    the sampler could not answer
     |-- TooManyFailures                       max_consecutive_failed_groups groups in a row were dropped
+    |-- SamplerDied                           the sampler's process or server is gone: the run ends
+    |-- WeightTransferError                   weights did not arrive whole at a sampler, which keeps those it had
     |-- ToolCallError                         a call that does not fit its tool; its text goes back to the model
     `-- EpisodeDone                           not an error: a tool raises it to end the episode
 
@@ -82,6 +84,14 @@ class SamplerFailure(EpisodeFailure):
 
 class TooManyFailures(EnvgradError, RuntimeError):
     """Too many groups in a row were dropped; the cause is chained."""
+
+
+class SamplerDied(EnvgradError, RuntimeError):
+    """The sampler's process or server is gone, so that nothing can be sampled any more: it ends the run."""
+
+
+class WeightTransferError(EnvgradError, RuntimeError):
+    """A policy's weights did not arrive whole at a sampler; it still serves the version that it had."""
 
 
 class ToolCallError(EnvgradError):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from envgrad.split_attention import Pieces, can_split, split_attention
+
 if TYPE_CHECKING:
     from envgrad.attention import AttentionCall
 
@@ -78,10 +80,11 @@ class _Block:
 class PackedLayout:
     """How the tokens of a micro-batch's row attend to each other (``attention.AttentionLayout``).
 
-    Every block is one ``scaled_dot_product_attention``: prompts causally among themselves, siblings as a batch over
-    prompt and own tokens. The same code runs on a CPU and on a GPU; variable-length and block-sparse GPU kernels are
-    not used. Nothing but masks is kept between calls, and these depend on shapes only, so activation checkpointing and
-    several forwards with one layout are safe.
+    On a CPU, the row's attention is put together from pieces without padding (``split_attention``). Elsewhere, and
+    where a sliding window is shorter than the rows, every block is one ``scaled_dot_product_attention``: prompts
+    causally among themselves, siblings as a batch over prompt and own tokens; variable-length and block-sparse GPU
+    kernels are not used. Nothing but masks is kept between calls, and these depend on shapes only, so activation
+    checkpointing and several forwards with one layout are safe.
 
     Not a dataclass on purpose: FSDP rebuilds dataclasses that it finds among a forward's arguments.
 
@@ -91,10 +94,13 @@ class PackedLayout:
         6
     """
 
-    __slots__ = ("_blocks", "_masks", "num_tokens")
+    __slots__ = ("_blocks", "_families", "_longest", "_masks", "_pieces", "num_tokens")
 
-    def __init__(self, blocks: tuple[_Block, ...]) -> None:
+    def __init__(self, blocks: tuple[_Block, ...], families: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._blocks = blocks
+        self._families = families
+        self._pieces = Pieces.of(families)
+        self._longest = max((block.prefix_length + block.longest for block in blocks), default=0)
         self._masks: dict[Hashable, Tensor] = {}
         self.num_tokens = sum(block.tokens for block in blocks)
 
@@ -112,13 +118,26 @@ class PackedLayout:
                 blocks.append(_Block.of((prefix_length,)))
             buckets = length_buckets(prefix_length, [length for length in lengths if length])
             blocks.extend(_Block.of(bucket, prefix, prefix_length) for bucket in buckets)
-        return cls(tuple(blocks))
+        return cls(tuple(blocks), tuple(families))
 
     def to(self, device: torch.device | str) -> PackedLayout:
-        return PackedLayout(tuple(block.to(device) for block in self._blocks))
+        return PackedLayout(tuple(block.to(device) for block in self._blocks), self._families)
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Query ``(1, Hq, T, D)``, key and value ``(1, Hkv, T, D)`` -> ``(1, T, Hq, Dv)``."""
+        if self._splits(call, query, key, value):
+            return split_attention(query[0], key[0], value[0], self._pieces, call.scaling).unsqueeze(0)
+        return self._attend_masked(call, query, key, value)
+
+    def _splits(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        whole = call.window is None or call.window >= self._longest
+        return whole and can_split(query, key, value, dropout=call.dropout)
+
+    def of_queries(self, wanted: Tensor) -> QueriesLayout:
+        """The same row where only the outputs of the tokens ``wanted`` (int64, ascending, different) are read."""
+        return QueriesLayout(self, wanted, Pieces.of_queries(self._families, wanted.tolist()))
+
+    def _attend_masked(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sizes = [block.tokens for block in self._blocks]
         # Split once: the gradient of a split is one concatenation, that of a slice is a row of zeros for each slice.
         queries, keys, values = (torch.split(x[0].transpose(0, 1), sizes) for x in (query, key, value))
@@ -166,6 +185,26 @@ class PackedLayout:
                 mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
                 self._masks[name] = mask.masked_fill_(hidden, -inf)
         return self._masks[name]
+
+
+class QueriesLayout:
+    """A row where only some tokens' outputs are read (``PackedLayout.of_queries``); 0 or anything for the others."""
+
+    __slots__ = ("_layout", "_pieces", "wanted")
+
+    def __init__(self, layout: PackedLayout, wanted: Tensor, pieces: Pieces) -> None:
+        self._layout = layout
+        self._pieces = pieces
+        self.wanted = wanted
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As ``PackedLayout.attend``."""
+        if not self._layout._splits(call, query, key, value):
+            return self._layout.attend(call, query, key, value)
+        queries = query[0].index_select(1, self.wanted)
+        found = split_attention(queries, key[0], value[0], self._pieces, call.scaling)
+        shape = (query.shape[2], *found.shape[1:])
+        return found.new_zeros(shape).index_copy(0, self.wanted, found).unsqueeze(0)
 
 
 def length_buckets(prefix_length: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -23,6 +23,7 @@ from envgrad.attention import no_mask, use_envgrad_attention
 from envgrad.divergence import TeacherSignal
 from envgrad.errors import ConfigurationError
 from envgrad.head import EntropyMode, PolicyOutputs, logprobs_from_hidden, logprobs_from_logs
+from envgrad.last_layer import WORTHWHILE, Predicting, install_last_layer, remove_last_layer
 from envgrad.layout import PackedLayout
 from envgrad.packing import MicroBatch, pack
 from envgrad.types import TrainingSample
@@ -132,6 +133,8 @@ class PolicyForward:
         self.path: Literal["head", "logits"] = "head"
         """``head``: decoder, then head on the trained tokens in chunks; ``logits``: the model's own logits, for models
         that change them after the head"""
+        self.chooses_rows = False
+        """the last layer can be computed for the predicting tokens only"""
         # transformers reads the names of forward's parameters.
         self.__signature__ = inspect.signature(self._plain())
 
@@ -171,16 +174,25 @@ class PolicyForward:
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
-    def last_hidden(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout | None) -> Tensor:
-        """``(1, T, D)`` last hidden states of the decoder."""
+    def last_hidden(self, input_ids: Tensor, position_ids: Tensor, layout: PackedLayout | Predicting | None) -> Tensor:
+        """``(1, T, D)`` last hidden states of the decoder; where the layout is ``Predicting``, of those tokens only."""
         decoder: nn.Module = self.model.base_model
         output: Tensor = decoder(**_row_arguments(input_ids, position_ids, layout))[0]
         return output
 
     def _states(self, policy: PolicyInputs) -> Tensor:
         """``(N, D)`` at the predicting positions."""
-        hidden = self.last_hidden(policy.input_ids, policy.position_ids, policy.layout)
-        return hidden[0].index_select(0, policy.predict_index)
+        layout: PackedLayout | Predicting | None = policy.layout
+        index = policy.predict_index
+        if policy.layout is not None and self.chooses_rows:
+            # The last token of a prompt predicts for every sibling.
+            wanted, place = torch.unique(index, return_inverse=True)
+            if len(wanted) <= WORTHWHILE * policy.layout.num_tokens:
+                layout, index = Predicting(policy.layout, wanted), place
+        hidden = self.last_hidden(policy.input_ids, policy.position_ids, layout)
+        if isinstance(layout, Predicting) and hidden.shape[1] != len(layout.wanted):
+            index = policy.predict_index  # a wrapper calls the layer's class past its own forward
+        return hidden[0].index_select(0, index)
 
     def _logits(self, policy: PolicyInputs) -> Tensor:
         """``(N, V)`` at the predicting positions, as the model's own forward gives them."""
@@ -198,9 +210,10 @@ class PolicyForward:
                 del self.model.forward
             else:
                 self.model.forward = self.previous
+            remove_last_layer(self.model)
 
 
-def _row_arguments(input_ids: Tensor, position_ids: Tensor, layout: PackedLayout | None) -> dict[str, Any]:
+def _row_arguments(input_ids: Tensor, position_ids: Tensor, layout: PackedLayout | Predicting | None) -> dict[str, Any]:
     if layout is None:  # a plain row from position 0: what every model knows
         return {"input_ids": input_ids, "use_cache": False, "return_dict": True}
     return {
@@ -263,8 +276,35 @@ def install_policy_forward(model: PreTrainedModel | PeftModel) -> PolicyForward:
         own: Tensor = forward._plain()(input_ids=ids, use_cache=False, return_dict=True).logits
     if _relative_difference(from_head, own) > 1e-5:
         forward.path = "logits"
+    forward.chooses_rows = forward.path == "head" and _last_layer_agrees(forward)
     base.forward = forward
     return forward
+
+
+def _last_layer_agrees(forward: PolicyForward) -> bool:
+    """Install a ``LastLayer`` if the model's last layer gives the same numbers through it."""
+    base = forward.model
+    if install_last_layer(base) is None:
+        return False
+    ids = _random_ids(base, 8)
+    positions = torch.arange(8, device=ids.device)[None]
+    layout, wanted = PackedLayout.build([(0, (8,))]), torch.tensor([2, 5, 6], device=ids.device)
+    before: str = base.config._attn_implementation
+    agrees = False
+    with _probing(base):
+        try:
+            use_envgrad_attention(base)
+            whole = forward.last_hidden(ids, positions, layout)[:, wanted]
+            chosen = forward.last_hidden(ids, positions, Predicting(layout, wanted))
+            agrees = chosen.shape == whole.shape and _relative_difference(chosen, whole) <= _rounding(whole)
+        except (TypeError, ValueError, NotImplementedError, RuntimeError):
+            agrees = False
+        finally:
+            if base.config._attn_implementation != before:
+                base.set_attn_implementation(before)
+    if not agrees:
+        remove_last_layer(base)
+    return agrees
 
 
 def check_packed_forward(model: PreTrainedModel | PeftModel) -> str | None:
@@ -331,6 +371,10 @@ def _random_ids(model: PreTrainedModel, count: int) -> Tensor:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, int(vocabulary), (1, count), generator=generator).to(model.device)
+
+
+def _rounding(x: Tensor) -> float:
+    return 1e-5 if x.dtype == torch.float32 else 5e-2
 
 
 def _relative_difference(a: Tensor, b: Tensor) -> float:

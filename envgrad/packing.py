@@ -12,7 +12,7 @@ weights are decided for the whole optimizer step before anything is packed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Literal, TypeAlias, get_args
@@ -30,6 +30,10 @@ __all__ = ["Batch", "MicroBatch", "PackMode", "StepTotals", "TeacherRows", "pack
 PackMode: TypeAlias = Literal["shared", "packed", "single"]
 """``shared``: a group's prompt once per micro-batch; ``packed``: whole rows side by side; ``single``: one plain row per
 forward, for models whose attention cannot be expressed by a layout."""
+
+TOKENS_ON_CPU = 2048
+"""``preferred_tokens`` that are as quick as any more on a CPU: activations stay in its caches and the allocator reuses
+their memory"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,7 @@ def pack(
     weights: Sequence[float],
     *,
     max_tokens: int | None = None,
+    preferred_tokens: int | None = None,
     mode: PackMode = "shared",
     totals: StepTotals | None = None,
     skip_zero_advantages: bool = False,
@@ -78,13 +83,16 @@ def pack(
         weights: One loss weight per sample, put on each of its trained tokens (``losses.sample_weights``). A sample of
             weight 0, or without trained tokens, is not forwarded.
         max_tokens: Tokens per forward, the teacher's included; None for one micro-batch. Not read in mode ``single``.
+        preferred_tokens: Groups are gathered into one forward up to this only; a group that is larger by itself is not
+            cut for it. On a CPU small forwards take less memory and no more time, and this costs no token.
         mode: ``PackMode``.
         totals: Counts over the whole step and all processes; these samples' own if None.
         skip_zero_advantages: Also leave out samples whose advantages are all 0 and that have no teacher: exact if the
             loss has no KL and no entropy term; metrics then cover the other samples only.
 
     Raises:
-        ConfigurationError: ``max_tokens`` below 1, an unknown mode, or weights that do not fit the samples.
+        ConfigurationError: ``max_tokens`` or ``preferred_tokens`` below 1, an unknown mode, or weights that do not fit
+            the samples.
 
     Example:
         >>> siblings = [
@@ -95,7 +103,7 @@ def pack(
         >>> batch.micro_batches[0].input_ids.tolist(), batch.num_tokens
         ([[5, 6, 7, 7]], 4)
     """
-    _check(samples, weights, max_tokens, mode)
+    _check(samples, weights, {"max_tokens": max_tokens, "preferred_tokens": preferred_tokens}, mode)
     families: dict[tuple[object, ...], int] = {}
     items = [
         _item(index, sample, weight, mode, families)
@@ -104,8 +112,8 @@ def pack(
     ]
     if totals is None:
         tokens = sum(item.sample.num_trained_tokens for item in items)
-        totals = StepTotals(num_samples=len(samples), num_tokens=tokens)
-    bins = [[item] for item in items] if mode == "single" else _bins(items, max_tokens)
+        totals = StepTotals(num_samples=sum(not sample.row for sample in samples), num_tokens=tokens)
+    bins = [[item] for item in items] if mode == "single" else _bins(items, max_tokens, preferred_tokens)
     return Batch(
         micro_batches=tuple(_micro_batch(members, totals, plain=mode == "single") for members in bins),
         samples=tuple(samples),
@@ -114,9 +122,12 @@ def pack(
     )
 
 
-def _check(samples: Sequence[TrainingSample], weights: Sequence[float], max_tokens: int | None, mode: PackMode) -> None:
-    if max_tokens is not None and max_tokens < 1:
-        raise ConfigurationError(f"max_tokens={max_tokens} must be at least 1; None packs a step into one micro-batch")
+def _check(
+    samples: Sequence[TrainingSample], weights: Sequence[float], limits: Mapping[str, int | None], mode: PackMode
+) -> None:
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ConfigurationError(f"{name}={limit} must be at least 1; None packs a step into one micro-batch")
     if mode not in get_args(PackMode):
         raise ConfigurationError(f"mode={mode!r} must be one of {get_args(PackMode)}")
     if len(weights) != len(samples):
@@ -182,11 +193,13 @@ def _cost(items: Sequence[_Item]) -> int:
     return cost + (_cost(teachers) if teachers else 0)
 
 
-def _bins(items: Sequence[_Item], max_tokens: int | None) -> list[list[_Item]]:
+def _bins(items: Sequence[_Item], max_tokens: int | None, preferred: int | None) -> list[list[_Item]]:
     """First fit, largest first, of whole families and of the parts of families that are larger than the budget."""
-    if max_tokens is None:
+    if max_tokens is None and preferred is None:
         return [list(items)] if items else []
-    pieces = [piece for family in _families(items) for piece in _cut(family, max_tokens)]
+    families = _families(items)
+    pieces = families if max_tokens is None else [piece for family in families for piece in _cut(family, max_tokens)]
+    size = min(limit for limit in (max_tokens, preferred) if limit is not None)
     bins: list[list[_Item]] = []
     room: list[int] = []
     for piece in sorted(pieces, key=lambda piece: (-_cost(piece), piece[0].index)):
@@ -194,7 +207,7 @@ def _bins(items: Sequence[_Item], max_tokens: int | None) -> list[list[_Item]]:
         fitting = next((place for place, left in enumerate(room) if left >= cost), None)
         if fitting is None:
             bins.append(list(piece))
-            room.append(max_tokens - cost)
+            room.append(size - cost)
         else:
             bins[fitting].extend(piece)
             room[fitting] -= cost

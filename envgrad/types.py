@@ -129,11 +129,49 @@ class Turn:
     """sum of the rewards given for this turn"""
     sample_seconds: float = 0.0
     tool_seconds: float = 0.0
+    row: int = 0
+    """index in ``Episode.rows`` of the row that the turn is in; only agents that own their loop have more than one"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRow:
+    """One append-only token row of an episode.
+
+    Example:
+        >>> row = EpisodeRow(token_ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.1, -0.2), versions=(-1, 0, 0),
+        ...     prompt_length=1)
+        >>> row.completion_length, row.num_sampled_tokens
+        (2, 2)
+    """
+
+    token_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    prompt_length: int
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise AssertionError(f"token_ids, mask, logprobs and versions must have one length, got {sorted(lengths)}")
+
+    @property
+    def completion_length(self) -> int:
+        """Tokens after the row's prompt, tool results included."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(self.mask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One finished episode as one append-only token row.
+    """One finished episode as one append-only token row; as several, where an agent owns the loop and begins new chats.
+
+    ``token_ids`` to ``prompt_length`` and ``messages`` are the main row's, the one with the last answer; ``branches``
+    are the others. An episode is one action of its group whatever its number of rows: one reward, one place in the
+    baseline, and one advantage for all rows (``algorithms.credit.training_samples``).
 
     Example:
         >>> task = Task(position=0, split="train", environment="e", group_id=1, seed=2)
@@ -169,6 +207,8 @@ class Episode:
     """what ``get_feedback()`` said after the episode, if the environment has it and the trainer asks"""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """what reward functions logged beside the reward (``log_extra``); goes to the episode log"""
+    branches: tuple[EpisodeRow, ...] = ()
+    """further rows, in the order in which they began: chats of an agent that did not extend the main one"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.mask), len(self.logprobs), len(self.versions)}
@@ -176,13 +216,37 @@ class Episode:
             raise AssertionError(f"token_ids, mask, logprobs and versions must have one length, got {sorted(lengths)}")
 
     @property
+    def rows(self) -> tuple[EpisodeRow, ...]:
+        """All token rows: the main one, then ``branches``."""
+        main = EpisodeRow(
+            token_ids=self.token_ids,
+            mask=self.mask,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            prompt_length=self.prompt_length,
+        )
+        return (main, *self.branches)
+
+    @property
+    def main_turns(self) -> tuple[Turn, ...]:
+        """The turns of the main row, which ``messages`` shows."""
+        return tuple(turn for turn in self.turns if not turn.row) if self.branches else self.turns
+
+    @property
     def completion_length(self) -> int:
-        """Tokens after the opening prompt, tool results included."""
-        return len(self.token_ids) - self.prompt_length
+        """Tokens after the prompts, tool results included; of all rows."""
+        own = len(self.token_ids) - self.prompt_length
+        return own + sum(row.completion_length for row in self.branches)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the rows' prompts."""
+        return self.prompt_length + sum(row.prompt_length for row in self.branches)
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(self.mask)
+        """Of all rows."""
+        return sum(self.mask) + sum(row.num_sampled_tokens for row in self.branches)
 
     @property
     def truncated(self) -> bool:
@@ -247,6 +311,10 @@ class TrainingSample:
     episode: Episode | None = None
     teacher_prompt: tuple[int, ...] | None = None
     """ids of the opening as a teacher sees it, who then reads the same tokens after the prompt; None without one"""
+    row: int = 0
+    """which of its episode's rows this is; an episode counts once, with row 0"""
+    episode_tokens: int | None = None
+    """trained tokens of the whole episode, where it has several rows; None: this row's are all"""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -266,7 +334,14 @@ class TrainingSample:
             raise AssertionError("the opening prompt is never trained: its mask must be 0")
         if self.teacher_prompt is not None and not self.teacher_prompt:
             raise AssertionError("a teacher's prompt must have a token; None is no teacher")
+        if self.episode_tokens is not None and self.episode_tokens < sum(self.mask):
+            raise AssertionError(f"an episode of {self.episode_tokens} tokens has a row of {sum(self.mask)}")
 
     @property
     def num_trained_tokens(self) -> int:
         return sum(self.mask)
+
+    @property
+    def num_episode_tokens(self) -> int:
+        """Trained tokens of the whole episode, in all its rows: what a mean over the episode divides by."""
+        return sum(self.mask) if self.episode_tokens is None else self.episode_tokens

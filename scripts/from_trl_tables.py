@@ -14,11 +14,16 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from envgrad.config import REFUSED, GRPOConfig, RLOOConfig, SDPOConfig
+from envgrad.config import REFUSED, AsyncGRPOConfig, GRPOConfig, RLOOConfig, SDPOConfig
 from envgrad.config.trl_fields import TRL_DEFAULTS, trl_field, trl_fields
 
 PAGE = Path(__file__).parents[1] / "docs" / "from_trl.md"
-CONFIGS = {"GRPOConfig": GRPOConfig, "RLOOConfig": RLOOConfig, "SDPOConfig": SDPOConfig}
+CONFIGS = {
+    "GRPOConfig": GRPOConfig,
+    "RLOOConfig": RLOOConfig,
+    "SDPOConfig": SDPOConfig,
+    "AsyncGRPOConfig": AsyncGRPOConfig,
+}
 
 
 def tables() -> dict[str, str]:

@@ -51,6 +51,42 @@ def test_none_scale_by_hand() -> None:
     assert grpo_advantages([[1.0, 0.0, 0.0, 1.0], [5.0, 8.0]], "none") == [[0.5, -0.5, -0.5, 0.5], [-1.5, 1.5]]
 
 
+def test_batch_baseline_by_hand() -> None:
+    # all scored rewards 1 1 0 2 1 (one sibling unscorable): mean 1, squared deviations 0 0 1 1 0, variance 2/4
+    groups = [[1.0, 1.0], [0.0, 2.0, None], [1.0]]
+    std = math.sqrt(0.5)
+    assert grpo_advantages(groups, "none", baseline="batch") == [[0.0, 0.0], [-1.0, 1.0, 0.0], [0.0]]
+    assert grpo_advantages(groups, "batch", eps=0.0, baseline="batch") == [
+        [0.0, 0.0], pytest.approx([-1 / std, 1 / std, 0.0]), [0.0],
+    ]  # fmt: skip
+    # leave one out of 3 3 0: 3 - 1.5, 3 - 1.5, 0 - 3; a group of equal rewards teaches beside others
+    assert rloo_advantages([[3.0, 3.0], [0.0, None]], baseline="batch") == [[1.5, 1.5], [-3.0, 0.0]]
+    # normalised over 1.5 1.5 -3: mean 0, variance (2.25 + 2.25 + 9) / 2
+    assert rloo_advantages([[3.0, 3.0], [0.0]], True, 0.0, "batch") == [
+        pytest.approx([1.5 / math.sqrt(6.75)] * 2), pytest.approx([-3 / math.sqrt(6.75)]),
+    ]  # fmt: skip
+    for empty in ([], [[]], [[1.0]], [[None]], [[2.0], [2.0]]):
+        assert rloo_advantages(empty, baseline="batch") == [[0.0] * len(group) for group in empty]
+
+
+@given(GROUPS)
+def test_a_batch_baseline_sums_to_zero_over_the_batch_and_ignores_how_it_is_grouped(groups: list[list[float]]) -> None:
+    flat = [reward for group in groups for reward in group]
+    for advantages in (
+        grpo_advantages(groups, "none", baseline="batch"), rloo_advantages(groups, baseline="batch"),
+    ):  # fmt: skip
+        assert [len(group) for group in advantages] == [len(group) for group in groups]
+        assert math.fsum(value for group in advantages for value in group) == pytest.approx(0.0, abs=1e-6)
+    assert [v for g in rloo_advantages(groups, baseline="batch") for v in g] == rloo_advantages([flat])[0]
+
+
+def test_a_batch_baseline_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="set scale_rewards to 'batch' or 'none'"):
+        grpo_advantages([[1.0, 0.0]], "group", baseline="batch")
+    with pytest.raises(ConfigurationError, match="baseline='world' is not known"):
+        rloo_advantages([[1.0, 0.0]], baseline="world")  # type: ignore[arg-type]
+
+
 def test_unscorable_sibling_is_in_no_mean_and_no_deviation() -> None:
     # of 1, 0, 1: mean 2/3, variance (1/9 + 4/9 + 1/9) / 2 = 1/3; as a reward of 0 it would shift both
     std = math.sqrt(1 / 3)

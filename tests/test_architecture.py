@@ -18,8 +18,22 @@ FLOW = [
     ["environments", "chat"],
     ["sampling.sampler", "sampling.scripted"],
     ["rollout", "advantages"],
-    ["rewards", "evaluation", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"],
-    ["attention", "layout", "batch", "packing", "divergence", "linear_head", "head", "logprobs", "losses", "sampling"],
+    ["rewards", "evaluation", "agents", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"],
+    [
+        "attention",
+        "split_attention",
+        "last_layer",
+        "layout",
+        "batch",
+        "packing",
+        "divergence",
+        "linear_head",
+        "head",
+        "logprobs",
+        "losses",
+        "sampling",
+        "vllm",
+    ],
     ["algorithms"],
     ["config"],
     ["training", "starter", "compat"],
@@ -28,9 +42,10 @@ FLOW = [
 """Rooms from left to right; a room may import its own, and any room to its left."""
 
 LIGHT = ["types", "errors", "environments", "chat", "rollout", "sampling.sampler", "sampling.scripted", "cli"]
-LIGHT += ["evaluation", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"]
+LIGHT += ["evaluation", "agents", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"]
 
 PUBLIC = {
+    *("AsyncGRPOConfig", "AsyncGRPOTrainer"),
     *("Algorithm", "ConfigurationError", "EnvgradError", "Environment", "EnvironmentContractError"),
     *("EnvironmentFailure", "Episode", "EpisodeDone", "GRPO", "GRPOConfig", "GRPOTrainer", "Group", "RolloutTrainer"),
     *("DatasetMixtureConfig", "ModelConfig", "RichProgressCallback", "ScriptArguments", "TrlParser", "get_dataset"),

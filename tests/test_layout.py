@@ -76,12 +76,13 @@ families = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(families, st.none() | st.integers(1, 12), st.sampled_from([0, 20, 2**14]))
+@given(families, st.none() | st.integers(1, 20), st.sampled_from([0, 20, 2**14]), st.sampled_from([2, 3, 96]))
 def test_a_layout_attends_as_one_masked_row(
-    shape: list[tuple[int, list[int]]], window: int | None, block_cost: int
+    shape: list[tuple[int, list[int]]], window: int | None, block_cost: int, chunk: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("envgrad.layout.BLOCK_COST", block_cost)
+        patch.setattr("envgrad.split_attention.CHUNK", chunk)
         found = attend(PackedLayout.build(shape), window)
     expected = attend(Masked(shape), window)  # type: ignore[arg-type]
     for a, b in zip(found, expected, strict=True):
@@ -91,9 +92,11 @@ def test_a_layout_attends_as_one_masked_row(
 def test_masks_are_kept_and_shared_by_equal_shapes() -> None:
     layout = PackedLayout.build([(4, (3, 2)), (4, (3, 3)), (4, (1,))])
     attend(layout, None)
+    assert not layout._masks  # what is seen whole needs none
+    attend(layout, 6)
     kept = dict(layout._masks)
-    assert len(kept) == 2  # 3 after 4, and 1 after 4
-    attend(layout, None)
+    assert len(kept) == 2  # rows of 3 behind 4, within the window; a row of 1 behind 4
+    attend(layout, 6)
     assert layout._masks == kept
     attend(layout, 2)
     assert len(layout._masks) > 2

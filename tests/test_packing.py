@@ -232,6 +232,24 @@ def test_budget_and_token_counts(groups: list, max_tokens: int) -> None:  # type
         assert len(split) <= 1
 
 
+def test_groups_are_gathered_up_to_the_preferred_size_and_never_cut_for_it() -> None:
+    samples, weights = step(), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]  # groups of 34, 19 and 19 forwarded tokens
+    whole = pack(samples, weights)
+    for limit, sizes in ((1, [34, 19, 19]), (30, [34, 19, 19]), (38, [34, 38]), (54, [53, 19]), (99, [72])):
+        batch = pack(samples, weights, preferred_tokens=limit)
+        assert [one.num_forwarded_tokens for one in batch.micro_batches] == sizes
+        assert batch.num_forwarded_tokens == whole.num_forwarded_tokens
+    both = pack(samples, weights, max_tokens=30, preferred_tokens=60)
+    assert [one.num_forwarded_tokens for one in both.micro_batches] == [31, 19, 23, 19]  # one sample has 31 by itself
+    with pytest.raises(ConfigurationError, match="preferred_tokens=0 must be at least 1"):
+        pack(samples, weights, preferred_tokens=0)
+    model = tiny("llama")
+    packed_loss(model, whole)
+    expected = gradients(model)
+    packed_loss(model, pack(samples, weights, preferred_tokens=1))
+    assert_close(gradients(model), expected, 1e-5)
+
+
 MODEL = tiny("gemma3").eval()
 
 

@@ -58,6 +58,11 @@ class Algorithm(Protocol):
     __slots__ = ()
 
     @property
+    def compares_siblings(self) -> bool:
+        """Whether ``credit`` takes the siblings of a group for episodes of one task, as all baselines of a group do."""
+        return True
+
+    @property
     def needs_reference(self) -> bool:
         """Whether ``loss`` reads a reference model's log-probs."""
         return False

@@ -62,43 +62,61 @@ def _of_turns(episode: Episode, weight: float) -> list[float] | None:
     return rewards
 
 
-def training_sample(
+def training_samples(
     episode: Episode, advantage: float, *, ref_logprobs: Sequence[float] | None = None
-) -> TrainingSample:
-    """``episode`` with ``advantage`` on each of its sampled tokens.
+) -> list[TrainingSample]:
+    """A sample for each row of ``episode`` (one, but for agents that branch), with ``advantage`` on sampled tokens.
 
     Args:
         episode: Scored.
         advantage: Of the whole episode.
-        ref_logprobs: The reference's log-probs of the sampled tokens, in order, if the loss reports them.
+        ref_logprobs: The reference's log-probs of the sampled tokens, row after row, if the loss reports them.
     """
     reference = None if ref_logprobs is None else iter(ref_logprobs)
-    return _sample(
-        episode,
-        tuple(advantage if trained else 0.0 for trained in episode.mask),
-        None if reference is None else tuple(next(reference) if trained else 0.0 for trained in episode.mask),
-    )
+    return [
+        _sample(
+            episode,
+            number,
+            tuple(advantage if trained else 0.0 for trained in row.mask),
+            None if reference is None else tuple(next(reference) if trained else 0.0 for trained in row.mask),
+        )
+        for number, row in enumerate(episode.rows)
+    ]
 
 
-def turn_sample(episode: Episode, advantages: Sequence[float]) -> TrainingSample:
-    """``episode`` with one advantage per turn on the turn's sampled tokens."""
-    row = [0.0] * len(episode.mask)
+def training_sample(
+    episode: Episode, advantage: float, *, ref_logprobs: Sequence[float] | None = None
+) -> TrainingSample:
+    """``training_samples`` of an episode with one row."""
+    (sample,) = training_samples(episode, advantage, ref_logprobs=ref_logprobs)
+    return sample
+
+
+def turn_samples(episode: Episode, advantages: Sequence[float]) -> list[TrainingSample]:
+    """A sample for each row of ``episode``, with one advantage per turn on the turn's sampled tokens."""
+    rows = [[0.0] * len(row.mask) for row in episode.rows]
+    masks = [row.mask for row in episode.rows]
     for turn, advantage in zip(episode.turns, advantages, strict=True):
         for at in range(turn.start, turn.start + turn.num_tokens):
-            row[at] = advantage if episode.mask[at] else 0.0
-    return _sample(episode, tuple(row), None)
+            rows[turn.row][at] = advantage if masks[turn.row][at] else 0.0
+    return [_sample(episode, number, tuple(row), None) for number, row in enumerate(rows)]
 
 
-def _sample(episode: Episode, advantages: tuple[float, ...], ref_logprobs: tuple[float, ...] | None) -> TrainingSample:
+def _sample(
+    episode: Episode, number: int, advantages: tuple[float, ...], ref_logprobs: tuple[float, ...] | None
+) -> TrainingSample:
+    row = episode.rows[number]
     return TrainingSample(
-        token_ids=episode.token_ids,
-        mask=episode.mask,
-        logprobs=episode.logprobs,
-        versions=episode.versions,
+        token_ids=row.token_ids,
+        mask=row.mask,
+        logprobs=row.logprobs,
+        versions=row.versions,
         advantages=advantages,
-        prompt_length=episode.prompt_length,
+        prompt_length=row.prompt_length,
         group=episode.task.key,
         truncated=episode.truncated,
         ref_logprobs=ref_logprobs,
         episode=episode,
+        row=number,
+        episode_tokens=episode.num_sampled_tokens if episode.branches else None,
     )

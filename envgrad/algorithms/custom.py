@@ -13,7 +13,7 @@ from torch import Tensor
 
 from envgrad.algorithms.base import Algorithm, ReferenceLogprobs, TeacherPlan
 from envgrad.algorithms.checks import changed
-from envgrad.algorithms.credit import group_rewards, is_scored, training_sample
+from envgrad.algorithms.credit import group_rewards, is_scored, training_samples
 from envgrad.errors import ConfigurationError
 from envgrad.logprobs import EntropyMode
 from envgrad.losses import LossInputs, LossOutputs, importance_ratio, policy_metrics, weighted_sum
@@ -194,10 +194,11 @@ class CustomAlgorithm(Algorithm):
         returned = self.parts.advantages([list(of_group) for of_group in rewards])
         advantages = _checked_advantages(returned, rewards, _name(self.parts.advantages))
         return [
-            training_sample(episode, advantage)
+            sample
             for group, of_group in zip(groups, advantages, strict=True)
             for episode, advantage in zip(group.episodes, of_group, strict=True)
             if is_scored(episode)
+            for sample in training_samples(episode, advantage)
         ]
 
     def totals(self, samples: Sequence[TrainingSample]) -> StepTotals:

@@ -194,7 +194,8 @@ class _Work:
 
     def reprompt(self, sample: TrainingSample) -> TrainingSample:
         episode = sample.episode
-        if episode is None or not episode.turns:
+        # An agent's other rows begin with chats of their own, which no demonstration fits: they have no teacher.
+        if episode is None or not episode.turns or sample.row:
             return sample
         solution = self.how.demonstration(episode, self.groups[sample.group])
         feedback = self.how.feedback(episode)
@@ -208,7 +209,7 @@ class _Work:
         ids = self._render(episode, solution, feedback)
         limit = self.how.max_reprompt_len
         if self.max_context is not None:
-            limit = min(limit, self.max_context - episode.completion_length)
+            limit = min(limit, self.max_context - episode.rows[0].completion_length)
         self.counts["reprompt_cut_fraction"] += len(ids) > limit
         return replace(sample, teacher_prompt=ids[-limit:]) if limit > 0 else sample
 
@@ -239,7 +240,7 @@ class _Work:
 
 def opening_messages(episode: Episode) -> tuple[Message, ...]:
     """The messages before the first sampled one."""
-    played = sum(1 + len(turn.outcomes) + (turn.observation is not None) for turn in episode.turns)
+    played = sum(1 + len(turn.outcomes) + (turn.observation is not None) for turn in episode.main_turns)
     return episode.messages[: len(episode.messages) - played]
 
 
@@ -257,10 +258,11 @@ def transcript(episode: Episode, *, thinking: bool = True) -> str:
         >>> print(transcript(episode))
         guess({"number": 3}) -> higher
     """
-    if len(episode.turns) == 1 and not episode.turns[0].outcomes:
-        return _said(episode.turns[0], thinking)
+    turns = episode.main_turns
+    if len(turns) == 1 and not turns[0].outcomes:
+        return _said(turns[0], thinking)
     lines: list[str] = []
-    for turn in episode.turns:
+    for turn in turns:
         lines += [said] if (said := _said(turn, thinking)) else []
         lines += _answers(turn)
     return "\n".join(lines)

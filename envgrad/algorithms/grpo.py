@@ -25,8 +25,9 @@ from envgrad.algorithms.credit import (
     group_rewards,
     is_scored,
     training_sample,
+    training_samples,
     turn_rewards,
-    turn_sample,
+    turn_samples,
 )
 from envgrad.algorithms.entropy_control import EntropyController
 from envgrad.errors import ConfigurationError
@@ -89,6 +90,8 @@ class GRPO(Algorithm):
 
     loss_type: LossType = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = field(default="group", metadata=CREDIT)
+    baseline: Literal["group", "batch"] = field(default="group", metadata=CREDIT)
+    """``batch`` compares with all episodes instead of the siblings: for groups that do not share a task"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = field(
         default="sum_then_normalize", metadata=CREDIT
     )
@@ -147,6 +150,10 @@ class GRPO(Algorithm):
         return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
 
     @property
+    def compares_siblings(self) -> bool:
+        return self.baseline == "group"
+
+    @property
     def needs_reference(self) -> bool:
         return self.beta > 0
 
@@ -167,20 +174,22 @@ class GRPO(Algorithm):
         if self.credit_level == "turn":
             by_turn = turn_advantages(turn_rewards(groups, weights), self.turn_discount, self.scale_rewards)
             return [
-                turn_sample(episode, advantages)
+                sample
                 for group, of_group in zip(groups, by_turn, strict=True)
                 for episode, advantages in zip(group.episodes, of_group, strict=True)
                 if is_scored(episode) and episode.turns
+                for sample in turn_samples(episode, advantages)
             ]
         if self.multi_objective_aggregation == "normalize_then_sum":
             by_episode = gdpo_advantages(*component_rewards(groups, weights))
         else:
-            by_episode = grpo_advantages(group_rewards(groups), self.scale_rewards)
+            by_episode = grpo_advantages(group_rewards(groups), self.scale_rewards, baseline=self.baseline)
         return [
-            training_sample(episode, advantage)
+            sample
             for group, of_group in zip(groups, by_episode, strict=True)
             for episode, advantage in zip(group.episodes, of_group, strict=True)
             if is_scored(episode)
+            for sample in training_samples(episode, advantage)
         ]
 
     def with_reward_weights(self, weights: Mapping[str, float]) -> GRPO:
@@ -287,6 +296,16 @@ def _check_credit(grpo: GRPO) -> None:
             "which divides each component by its deviation in the group, and the sums by theirs in the batch; leave it "
             "at 'group'"
         )
+    one_of("baseline", grpo.baseline, ("group", "batch"))
+    if grpo.baseline == "batch":
+        if by_turn or by_component:
+            beside = "credit='turn'" if by_turn else "multi_objective_aggregation='normalize_then_sum'"
+            raise ConfigurationError(f"baseline='batch' cannot act beside {beside}, which compares siblings")
+        if grpo.scale_rewards == "group":
+            raise ConfigurationError(
+                "scale_rewards='group' cannot act beside baseline='batch': a group's deviation says nothing of the "
+                "batch's mean; set scale_rewards to 'batch' or 'none'"
+            )
     if not by_turn:
         unused(grpo, fields(grpo), "turn_discount", "credit='episode' has no turns")
     if grpo.reward_weights and not (by_component or by_turn):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import fsum
+from typing import Literal
 
 from torch import Tensor
 
 from envgrad.advantages import rloo_advantages
 from envgrad.algorithms.base import Algorithm, ReferenceLogprobs
-from envgrad.algorithms.checks import CREDIT, LOSS, at_least_zero, lower_clip
-from envgrad.algorithms.credit import group_rewards, is_scored, training_sample
+from envgrad.algorithms.checks import CREDIT, LOSS, at_least_zero, lower_clip, one_of
+from envgrad.algorithms.credit import group_rewards, is_scored, training_samples
 from envgrad.errors import ConfigurationError
 from envgrad.losses import (
     LossInputs,
@@ -62,12 +63,15 @@ class RLOO(Algorithm):
     epsilon_high: float | None = field(default=None, metadata=LOSS)
     normalize_advantages: bool = field(default=False, metadata=CREDIT)
     reward_clip_range: tuple[float, float] | None = field(default=None, metadata=CREDIT)
+    baseline: Literal["group", "batch"] = field(default="group", metadata=CREDIT)
+    """``batch`` leaves one out of all episodes instead of the siblings: for groups that do not share a task"""
     mask_truncated_completions: bool = False
 
     def __post_init__(self) -> None:
         lower_clip(self.epsilon)
         at_least_zero("epsilon_high", self.upper, "0.28 is DAPO's")
         at_least_zero("beta", self.beta, "0 trains without a reference model")
+        one_of("baseline", self.baseline, ("group", "batch"))
         if self.reward_clip_range is not None:
             bounds = tuple(self.reward_clip_range)
             if len(bounds) != 2 or not bounds[0] < bounds[1]:
@@ -79,6 +83,10 @@ class RLOO(Algorithm):
     def upper(self) -> float:
         """``epsilon_high`` with its default filled in."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def compares_siblings(self) -> bool:
+        return self.baseline == "group"
 
     @property
     def credit_reads_reference(self) -> bool:
@@ -99,12 +107,15 @@ class RLOO(Algorithm):
             ]
             for group, of_group in zip(groups, group_rewards(groups), strict=True)
         ]
-        advantages = rloo_advantages(rewards, self.normalize_advantages)
+        advantages = rloo_advantages(rewards, self.normalize_advantages, baseline=self.baseline)
         return [
-            training_sample(episode, advantage, ref_logprobs=known.get((episode.task.key, episode.sibling)))
+            sample
             for group, of_group in zip(groups, advantages, strict=True)
             for episode, advantage in zip(group.episodes, of_group, strict=True)
             if is_scored(episode)
+            for sample in training_samples(
+                episode, advantage, ref_logprobs=known.get((episode.task.key, episode.sibling))
+            )
         ]
 
     def _penalised(self, episode: Episode, reward: float, known: ReferenceLogprobs) -> float:
@@ -153,8 +164,8 @@ def sequence_kl(episode: Episode, reference: Sequence[float]) -> float:
 
     Args:
         episode: Its log-probs are the sampler's.
-        reference: The reference's log-probs of the sampled tokens, in order.
+        reference: The reference's log-probs of the sampled tokens, in order, row after row.
     """
-    own = [logprob for logprob, trained in zip(episode.logprobs, episode.mask, strict=True) if trained]
+    own = [logprob for row in episode.rows for logprob, trained in zip(row.logprobs, row.mask, strict=True) if trained]
     kl = fsum(own) - fsum(reference)
     return kl if abs(kl) > KL_ROUNDING * len(own) else 0.0

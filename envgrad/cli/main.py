@@ -184,6 +184,43 @@ def check(
     run_check(environment, rows=row or [], groups=groups, turns=turns, seed=seed, timeout=timeout, as_json=as_json)
 
 
+@app.command(
+    "vllm-serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: envgrad vllm-serve --model Qwen/Qwen3-0.6B --max-model-len 8192 --dtype bfloat16",
+)
+def vllm_serve(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Option(help="The name or folder of the model that is trained, or 'starter'.")],
+    python: Annotated[
+        Path | None, typer.Option(help="The Python that has vLLM; $VLLM_PYTHON, .venv-vllm or this one by default.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; another than this machine needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port.")] = 8000,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")] = None,
+    startup_timeout: Annotated[float, typer.Option(help="Seconds until it must be ready.")] = 1800.0,
+    show: Annotated[bool, typer.Option("--show", help="Print vLLM's command line, and do nothing else.")] = False,
+) -> None:
+    """Start a vLLM server that a trainer can sample from and send weights to (sampler="vllm").
+
+    All other options are vLLM's own: --max-model-len 8192, --dtype bfloat16, --enable-lora, --tensor-parallel-size 2.
+    """
+    from envgrad.cli.vllm_serve import ServeRequest, run_serve
+
+    run_serve(
+        ServeRequest(
+            model=model,
+            python=python,
+            host=host,
+            port=port,
+            api_key_env=api_key_env,
+            startup_timeout=startup_timeout,
+            arguments=ctx.args,
+        ),
+        show=show,
+    )
+
+
 def main() -> NoReturn:
     """Run the command that ``sys.argv`` names and leave with its exit code."""
     try:

@@ -35,3 +35,15 @@ def at_most_concurrent(name: str, siblings: int | None, limit: int | None) -> No
         raise ConfigurationError(
             f"max_concurrent_episodes={limit} must be at least {name}={siblings}: groups are played whole; raise it"
         )
+
+
+def check_baseline(baseline: str, dynamic_sampling: bool) -> None:
+    """
+    Raises:
+        ConfigurationError: groups of equal rewards would be replaced, though they teach where batches are compared.
+    """
+    if baseline == "batch" and dynamic_sampling:
+        raise ConfigurationError(
+            "dynamic_sampling=True cannot act with baseline='batch': a group of equal rewards teaches there, beside "
+            "other groups; turn one of them off"
+        )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from envgrad.algorithms.grpo import GRPO
-from envgrad.config.checks import at_least, scale_name
+from envgrad.config.checks import at_least, check_baseline, scale_name
 from envgrad.config.rollout import RolloutConfig
 from envgrad.errors import ConfigurationError
 
@@ -33,6 +33,10 @@ class GRPOConfig(RolloutConfig):
     # -- credit
     scale_rewards: str = field(
         default="group", metadata={"help": "Divide advantages by the std of: group, batch, none."}
+    )
+    baseline: str = field(
+        default="group",
+        metadata={"help": "Compare an episode with its group, or its batch: where siblings do not share a task."},
     )
     multi_objective_aggregation: str = field(
         default="sum_then_normalize",
@@ -87,6 +91,7 @@ class GRPOConfig(RolloutConfig):
         self.scale_rewards = scale_name(self.scale_rewards)
         super().__post_init__()
         at_least("num_generations", self.num_generations, 2, why="a group needs a sibling to compare with")
+        check_baseline(self.baseline, self.dynamic_sampling)
         if self.loss_type == "vespo" and self.sampler_ratio_mode.startswith("sequence"):
             raise ConfigurationError(
                 f"sampler_ratio_mode={self.sampler_ratio_mode!r} cannot act in loss_type='vespo', which multiplies the "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from envgrad.algorithms.rloo import RLOO
-from envgrad.config.checks import at_least
+from envgrad.config.checks import at_least, check_baseline
 from envgrad.config.rollout import RolloutConfig
 from envgrad.errors import ConfigurationError
 
@@ -37,6 +37,10 @@ class RLOOConfig(RolloutConfig):
     reward_clip_range: tuple[float, float] | None = field(
         default=None, metadata={"help": "Clip rewards to (low, high) before the KL is taken off."}
     )
+    baseline: str = field(
+        default="group",
+        metadata={"help": "Leave one out of its group, or its batch: where siblings do not share a task."},
+    )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave truncated episodes out of the loss."}
     )
@@ -48,6 +52,7 @@ class RLOOConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("num_generations", self.num_generations, 2, why="the baseline is the mean of the siblings")
+        check_baseline(self.baseline, self.dynamic_sampling)
         if self.sampler_ratio_mode.startswith("token"):
             raise ConfigurationError(
                 f"sampler_ratio_mode={self.sampler_ratio_mode!r} cannot act in RLOO, whose ratio is of whole "

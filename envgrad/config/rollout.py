@@ -15,17 +15,19 @@ import torch
 from transformers import TrainingArguments
 
 from envgrad.algorithms.base import Algorithm
+from envgrad.config.asynchronous import AsynchronousFields, check_asynchronous
 from envgrad.config.checks import at_least, at_most_concurrent, choice, given
 from envgrad.config.mixture import MixtureFields, check_mixture
 from envgrad.config.refused import REFUSED
 from envgrad.config.sampler_ratio import SamplerRatioFields, check_sampler_ratio
 from envgrad.config.trl_names import TrlNames
+from envgrad.config.vllm import VLLMFields, resolve_vllm
 from envgrad.environments.isolation import MODES as ISOLATION_MODES
 from envgrad.errors import ConfigurationError
 
 
 @dataclass
-class RolloutConfig(MixtureFields, SamplerRatioFields, TrlNames, TrainingArguments):
+class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMFields, TrlNames, TrainingArguments):
     """What every algorithm shares: groups, limits of an episode, sampling, failures, packing.
 
     Batch sizes count episodes: an optimizer step trains ``per_device_train_batch_size * gradient_accumulation_steps``
@@ -169,6 +171,8 @@ class RolloutConfig(MixtureFields, SamplerRatioFields, TrlNames, TrainingArgumen
         self._resolve_batches()
         check_mixture(self)
         check_sampler_ratio(self)
+        check_asynchronous(self)
+        resolve_vllm(self)
 
     def _read_mappings(self) -> None:
         """Mappings may come as JSON text from the command line."""

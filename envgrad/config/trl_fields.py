@@ -71,10 +71,21 @@ TRL_DEFAULTS: dict[str, dict[str, object]] = {
         "remove_thinking_from_demonstration": False, "diagnostics_warning_interval": 10,
         "diagnostics_flat_tolerance": 1e-8,
     },
+    "AsyncGRPOConfig": {
+        "model_init_kwargs": None, "dtype": "float32", "trust_remote_code": False, "router_aux_loss_coef": None,
+        "learning_rate": 1e-6, "logging_steps": 1, "lr_scheduler_type": "constant", "ignore_data_skip": True,
+        "bf16": None, "gradient_checkpointing": True, "num_generations": 8, "max_completion_length": 2048,
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0,
+        "chat_template_kwargs": None, "max_tool_calling_iterations": None, "fork_threshold_tokens": 1024,
+        "vllm_server_base_url": "http://localhost:8000", "vllm_server_timeout": 240.0, "request_timeout": 600,
+        "weight_sync_timeout": 1800, "epsilon": 0.2, "epsilon_high": None, "token_budget": None,
+        "max_inflight_tasks": -1, "max_staleness": 4, "queue_maxsize": 1024, "weight_sync_steps": 1,
+        "heartbeat_stale_after_s": 300.0, "log_completions": False, "num_completions_to_print": None,
+    },
 }  # fmt: skip
 """What each class of trl declares itself, with its defaults; all else is ``transformers.TrainingArguments``."""
 
-_NO_SERVER = "the local sampler plays the episodes, in the trainer's process; remove it"
+_SERVERS_OWN = "it is an option of the vLLM server, which runs in a process of its own; give it to `envgrad vllm-serve`"
 
 TRL_REFUSED: dict[str, str] = {
     "cache_implementation": "the local sampler keeps keys and values in slots of its own; remove it, or bound "
@@ -91,19 +102,12 @@ TRL_REFUSED: dict[str, str] = {
     "with max_concurrent_episodes and max_kv_tokens",
     "use_transformers_continuous_batching": "the local sampler always batches continuously; remove it",
     "use_transformers_paged": "the local sampler always batches continuously; remove it",
-    "use_vllm": _NO_SERVER,
-    "vllm_enable_sleep_mode": _NO_SERVER,
-    "vllm_gpu_memory_utilization": _NO_SERVER + "; max_kv_tokens bounds its memory",
-    "vllm_group_port": _NO_SERVER,
-    "vllm_max_model_length": _NO_SERVER + "; max_context bounds a row",
-    "vllm_mode": _NO_SERVER,
-    "vllm_model_impl": _NO_SERVER,
-    "vllm_server_base_url": _NO_SERVER,
-    "vllm_server_host": _NO_SERVER,
-    "vllm_server_port": _NO_SERVER,
-    "vllm_server_timeout": _NO_SERVER,
+    "vllm_enable_sleep_mode": "the vLLM server runs beside the trainer and never hands memory to it; remove it",
+    "vllm_gpu_memory_utilization": _SERVERS_OWN + " as --gpu-memory-utilization",
+    "vllm_max_model_length": _SERVERS_OWN + " as --max-model-len",
+    "vllm_model_impl": _SERVERS_OWN + " as --model-impl",
     "vllm_structured_outputs_regex": "sampling is not constrained by a grammar; score the form with a reward function",
-    "vllm_tensor_parallel_size": _NO_SERVER,
+    "vllm_tensor_parallel_size": _SERVERS_OWN + " as --tensor-parallel-size",
 }
 """Fields of trl that cannot act here, with the reason and the fix."""
 
@@ -117,6 +121,12 @@ TRL_RENAMED: dict[str, str] = {
 """Fields of trl that are accepted and set another one."""
 
 TRL_NOTES: dict[str, str] = {
+    "dtype": "The key `dtype` of `model_init_kwargs`, which wins; not for a loaded model.",
+    "max_inflight_tasks": "-1: all that `max_staleness` admits (trl: `max_staleness` optimizer steps of samples).",
+    "max_staleness": "Of a sample's oldest token; 1 by default in the other configurations, with `asynchronous=True`.",
+    "token_budget": "Unset: 16384 (trl: the server's longest row). A longer row has a forward of its own, it is never "
+    "dropped.",
+    "weight_sync_steps": "n is `steps_per_generation = n * gradient_accumulation_steps`.",
     "bf16": "Unset: on where a GPU can, off on a CPU (trl: on everywhere unless fp16 is set).",
     "disable_dropout": "With dropout left on, old log-probs are computed by one more pass (trl lets them differ).",
     "epsilon_high": 'With `loss_type="cispo"` the cap is 5.0 if unset, as its paper has it (trl: `epsilon`, 0.2).',
@@ -134,7 +144,12 @@ TRL_NOTES: dict[str, str] = {
     "remove_unused_columns": "True is an error: all columns go to `reset` and the reward functions.",
     "reward_weights": "Also a mapping by name, which covers environments and their components.",
     "sync_ref_model": "The mixed reference is saved in checkpoints (trl starts from the first weights again).",
+    "use_vllm": 'Needs `vllm_mode="server"` (or `sampler="vllm"`), and a server that `envgrad vllm-serve` starts.',
+    "vllm_group_port": 'Needs `vllm_sync="nccl"`: weights go as files by default.',
     "vllm_importance_sampling_correction": 'False is `sampler_ratio_mode="none"`.',
+    "vllm_mode": "`colocate`, the default, is an error with `use_vllm=True`: vLLM runs in an environment of its own.",
+    "vllm_server_base_url": "Also a list: episodes are spread over several servers. `envgrad vllm-serve`, not trl's.",
+    "vllm_server_host": "0.0.0.0 is this machine.",
 }
 """What a user of trl should know of a field that is accepted."""
 
@@ -146,7 +161,7 @@ class TrlField:
     Example:
         >>> trl_field("vllm_importance_sampling_mode").instead
         'sampler_ratio_mode'
-        >>> trl_field("use_vllm").status
+        >>> trl_field("vllm_enable_sleep_mode").status
         'not supported'
     """
 
@@ -159,14 +174,17 @@ class TrlField:
 
 def trl_field(name: str) -> TrlField:
     """The table's row of the field ``name``."""
+    from envgrad.config.async_grpo import ASYNC_REFUSED, ASYNC_RENAMED
     from envgrad.config.sdpo import SDPO_REFUSED
 
     note = TRL_NOTES.get(name, "")
-    refused = TRL_REFUSED | {field: reason for field, (_, reason) in SDPO_REFUSED.items()}
+    own = SDPO_REFUSED | ASYNC_REFUSED
+    refused = TRL_REFUSED | {field: reason for field, (_, reason) in own.items()}
+    renamed = TRL_RENAMED | ASYNC_RENAMED
     if name in refused:
         return TrlField(name=name, status="not supported", instead=refused[name], note=note)
-    if name in TRL_RENAMED:
-        return TrlField(name=name, status="renamed", instead=TRL_RENAMED[name], note=note)
+    if name in renamed:
+        return TrlField(name=name, status="renamed", instead=renamed[name], note=note)
     return TrlField(name=name, status="same", note=note)
 
 

@@ -79,9 +79,10 @@ def _inspect_instance(
                 f"{label}: {reserved!r} is a reserved name and carries @tool: remove the mark or rename the method."
             )
     dynamic = member_of(instance, "tools") is not None
-    tools = () if dynamic else _static_tools(label, instance)
-    step_protocol = (
-        not tools and not dynamic and _has_method(label, instance, "step", 1, example="def step(self, message)")
+    runs_agent = _check_run_agent(label, instance)
+    tools = () if dynamic or runs_agent else _static_tools(label, instance)
+    step_protocol = not (tools or dynamic or runs_agent) and _has_method(
+        label, instance, "step", 1, example="def step(self, message)"
     )
     finite = _has_method(label, instance, "num_tasks", 1, sync=True, example="def num_tasks(cls, split) -> int")
     states = [
@@ -99,8 +100,10 @@ def _inspect_instance(
         tools=tools,
         dynamic_tools=dynamic,
         step_protocol=step_protocol,
+        runs_agent=runs_agent,
         routed=routed,
         has_done=_check_done(label, instance),
+        has_read_chat=_has_method(label, instance, "read_chat", 1, example="def read_chat(self, messages)"),
         has_get_reward=_has_method(label, instance, "get_reward", 0, example="def get_reward(self)"),
         has_group_reward=_check_group_reward(label, instance),
         has_get_feedback=_has_method(label, instance, "get_feedback", 0, example="def get_feedback(self)"),
@@ -206,6 +209,20 @@ def _static_tools(label: str, instance: object) -> tuple[ToolSpec, ...]:
                 hint = f" ('step' reads free text only in a class without other tools; here {others} are tools.)"
             raise EnvironmentContractError(f"{label}: {error}{hint}") from error
     return tuple(specs)
+
+
+def _check_run_agent(label: str, instance: object) -> bool:
+    """Whether an agent owns the loop. Then public methods are its own business, and declared tools are an error."""
+    if not _has_method(label, instance, "run_agent", 1, example="async def run_agent(self, endpoint)"):
+        return False
+    declared = [name for name in sorted(dir(type(instance))) if is_marked(member_of(instance, name))]
+    declared += [name for name in ("tools", "step") if member_of(instance, name) is not None]
+    if declared:
+        raise EnvironmentContractError(
+            f"{label}: run_agent plays the whole episode, so {declared} would never be called: drop them, or drop "
+            "run_agent; an agent shows its own tools in its requests."
+        )
+    return True
 
 
 def _has_method(label: str, instance: object, name: str, arguments: int, *, example: str, sync: bool = False) -> bool:

@@ -73,6 +73,14 @@ class Environment(Protocol):
         """Read the model's free text: observation, ``(observation, done)`` or ``StepResult``."""
         ...
 
+    def run_agent(self, endpoint: Any) -> object:
+        """Play the whole episode: an agent that owns its loop, and asks ``endpoint`` (``agents.AgentEndpoint``)."""
+        ...
+
+    def read_chat(self, messages: Sequence[dict[str, Any]]) -> object:
+        """Read the finished episode's whole chat, before ``get_reward``: for scores that depend on what was said."""
+        ...
+
     def get_reward(self) -> object:
         """Score the finished episode: a float, a dict of named components, or None if it cannot be scored."""
         ...

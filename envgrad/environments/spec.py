@@ -58,10 +58,13 @@ class EnvironmentSpec:
     """no environment was given: the dataset's prompts are all there is"""
     step_protocol: bool = False
     """``step`` reads the model's free text"""
+    runs_agent: bool = False
+    """``run_agent`` plays whole episodes: an agent owns the loop"""
     routed: bool = False
     """the dataset's ``environment`` column chose this environment, so ``reset`` does not get it"""
     has_done: bool = False
     """``done`` was there at construction (it may come later: ``read_done`` always works)"""
+    has_read_chat: bool = False
     has_get_reward: bool = False
     has_group_reward: bool = False
     has_get_feedback: bool = False
@@ -150,10 +153,17 @@ class EnvironmentSpec:
                 f"{self.label}: its step(message) reads the model's free text, so tools={[t.name for t in shared]} can "
                 "never be called: give the class tools instead of step, or drop tools."
             )
+        if shared and self.runs_agent:
+            raise EnvironmentContractError(
+                f"{self.label}: its run_agent shows tools of its own, so tools={[t.name for t in shared]} can never be "
+                "called: drop tools."
+            )
         where = f"{self.label} and tools="
         return replace(self, tools=combine_tools(self.tools, shared, where=where), shared_tools=shared)
 
     def _dynamic_tool(self, instance: object, entry: object) -> ToolSpec:
+        if isinstance(entry, ToolSpec):  # a server's, say: see foreign_tools
+            return entry
         function = getattr(instance, entry, None) if isinstance(entry, str) else entry
         name = entry if isinstance(entry, str) else getattr(entry, "__name__", type(entry).__name__)
         if not callable(function):

@@ -16,6 +16,7 @@ training and an evaluation stream never share an id, since the split is hashed t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -74,11 +75,12 @@ class TaskStream:
         self._seed = seed
         self._split = split
         self._position = 0
+        self._returned: deque[tuple[Task, State]] = deque()
 
     @property
     def position(self) -> int:
-        """How many tasks have been drawn."""
-        return self._position
+        """How many tasks have been drawn; those that a checkpoint gave back count again when they are."""
+        return self._position - len(self._returned)
 
     @property
     def epoch_length(self) -> int | None:
@@ -88,7 +90,8 @@ class TaskStream:
     @property
     def passes(self) -> float:
         """Passes over finite data so far, counted in draws; 0 for endless data."""
-        return self._source.passes
+        length = self.epoch_length
+        return self._source.passes - (len(self._returned) / length if length else 0.0)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -112,7 +115,14 @@ class TaskStream:
         """
         if n < 0:
             raise ConfigurationError(f"take({n}): the number of tasks must be at least 0")
-        return [self._next() for _ in range(n)]
+        return [self._returned.popleft()[0] if self._returned else self._next() for _ in range(n)]
+
+    def draw(self) -> tuple[Task, State]:
+        """The next task, and what ``state_dict`` takes to have it drawn again."""
+        if self._returned:
+            return self._returned.popleft()
+        state = self._own_state()
+        return self._next(), state
 
     def _next(self) -> Task:
         draw = self._source.draw()
@@ -130,8 +140,16 @@ class TaskStream:
         self._position += 1
         return task
 
-    def state_dict(self) -> State:
-        """JSON-able: the run's seed and split (for checking), the position, and the source's counters."""
+    def state_dict(self, again: Sequence[State] = ()) -> State:
+        """JSON-able: the run's seed and split (for checking), the position, and the source's counters.
+
+        Args:
+            again: States from ``draw`` of tasks that were drawn and came to nothing yet: they are drawn again first.
+        """
+        returned = [*again, *(state for _, state in self._returned)]
+        return self._own_state() | ({"again": returned} if returned else {})
+
+    def _own_state(self) -> State:
         return {
             "seed": self._seed,
             "split": self._split,
@@ -146,6 +164,18 @@ class TaskStream:
             ConfigurationError: the state is of a stream with another seed, split, kind of data or size; the order
                 would differ from the uninterrupted run's.
         """
+        again = state.get("again", [])
+        if not isinstance(again, list):
+            raise ConfigurationError(f"the state's 'again' is {again!r}; it must be a list of states")
+        returned = [self._drawn_at(one) for one in again]
+        self._load(state)
+        self._returned = deque(returned)
+
+    def _drawn_at(self, state: State) -> tuple[Task, State]:
+        self._load(state)
+        return self._next(), state
+
+    def _load(self, state: Mapping[str, object]) -> None:
         source = read_mapping(state, "source")
         check_same(state, "seed", self._seed, "the run's seed")
         check_same(state, "split", self._split, "the split")

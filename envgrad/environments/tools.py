@@ -57,6 +57,8 @@ class ToolSpec:
     """parameters whose default is None: null is accepted for them"""
     enums: Mapping[str, type[enum.Enum]] = field(default_factory=dict, hash=False)
     """parameters annotated with an ``Enum``: the model writes a value, the tool gets the member"""
+    by_name: bool = False
+    """one ``method`` runs several tools: it gets this one's name first (see ``foreign_tools``)"""
 
     @property
     def parameters(self) -> Schema:
@@ -79,7 +81,7 @@ class ToolSpec:
         if not isinstance(self.method, str):
             return self.method
         bound: Callable[..., object] = getattr(instance, self.method)
-        return bound
+        return partial(bound, self.name) if self.by_name else bound
 
 
 def build_tool(name: str, function: Callable[..., object], *, method: str | None = None) -> ToolSpec:

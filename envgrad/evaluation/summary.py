@@ -135,7 +135,7 @@ def _summarize(groups: Sequence[Group], success_reward: float) -> EvaluationSumm
         failures=dict(Counter(failure.kind for group in groups for failure in group.failures)),
         turns=_mean(len(episode.turns) for episode in episodes),
         completion_length=_mean(episode.completion_length for episode in episodes),
-        prompt_tokens=sum(episode.prompt_length for episode in episodes),
+        prompt_tokens=sum(episode.num_prompt_tokens for episode in episodes),
         result_tokens=sum(episode.completion_length for episode in episodes) - sampled,
         sampled_tokens=sampled,
     )

@@ -22,9 +22,12 @@ def is_trained(sample: TrainingSample, mask_truncated_completions: bool) -> bool
 
 
 def step_totals(samples: Sequence[TrainingSample], mask_truncated_completions: bool = False) -> StepTotals:
-    """This process's counts. As in trl, a masked truncated sample leaves the token count but not the sample count."""
+    """This process's counts. As in trl, a masked truncated sample leaves the token count but not the sample count.
+
+    An episode with several rows is one sample.
+    """
     tokens = sum(sample.num_trained_tokens for sample in samples if is_trained(sample, mask_truncated_completions))
-    return StepTotals(num_samples=len(samples), num_tokens=tokens)
+    return StepTotals(num_samples=sum(not sample.row for sample in samples), num_tokens=tokens)
 
 
 def sample_weights(
@@ -52,6 +55,9 @@ def sample_weights(
     In trl, ``bnpo`` divides by the tokens of each micro-batch and averages these means, so it depends on the split;
     ``dapo`` divides by those of the whole step. With denominators over the whole step both are one.
 
+    An episode with several rows (an agent's) counts once in S, and its tokens in all rows are "tokens of sample": its
+    rows weigh together what one row would.
+
     With ``mask_truncated_completions`` a truncated sample weighs 0 and leaves M but not S. If all are masked, all
     weights are 0, never 0/0.
 
@@ -71,7 +77,7 @@ def sample_weights(
         if not is_trained(sample, mask_truncated_completions):
             weights.append(0.0)
         elif loss_type in ("grpo", "sapo"):
-            weights.append(1.0 / (totals.num_samples * sample.num_trained_tokens))
+            weights.append(1.0 / (totals.num_samples * sample.num_episode_tokens))
         elif loss_type == "dr_grpo":
             if max_completion_length is None:
                 raise ConfigurationError("loss_type='dr_grpo' divides by max_completion_length, which is None; set it")

@@ -48,12 +48,12 @@ def exchange_of(episode: Episode, *, has_tools: bool) -> Exchange:
     """
     ids = list(episode.token_ids[episode.prompt_length :])
     if episode.plain_prompt is not None:
-        text = "".join(_plain_parts(episode.turns))
+        text = "".join(_plain_parts(episode.main_turns))
         return Exchange(prompt=episode.plain_prompt, completion=text, completion_ids=ids)
-    split = len(episode.messages) - sum(_num_messages(turn) for turn in episode.turns)
+    split = len(episode.messages) - sum(_num_messages(turn) for turn in episode.main_turns)
     return Exchange(
         prompt=_copies(episode.messages[:split]),
-        completion=_copies(_answers(episode.messages[split:], episode.turns, has_tools)),
+        completion=_copies(_answers(episode.messages[split:], episode.main_turns, has_tools)),
         completion_ids=ids,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from envgrad.chat.base import Renderer
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool
@@ -14,6 +14,10 @@ from envgrad.errors import EnvironmentFailure, EpisodeFailure
 from envgrad.rollout.activity import Activity
 from envgrad.rollout.scoring import RewardSource, RewardWeights
 from envgrad.sampling.sampler import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from envgrad.rollout.opening import EpisodeStart
+    from envgrad.types import Episode, Task
 
 CustomRollout: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
 """Prompts (one for each sibling) -> ``prompt_ids``, ``completion_ids``, ``logprobs`` and more: see ``custom``."""
@@ -31,6 +35,16 @@ class EpisodeLimits:
     tool_timeout: float | None = None
     reset_timeout: float | None = None
     reward_timeout: float | None = None
+
+
+class AgentHost(Protocol):
+    """Plays episodes of environments whose agent owns the loop: ``agents.host.LoopbackHost``."""
+
+    async def play(
+        self, context: EpisodeContext, begin: EpisodeStart, task: Task, sibling: int, attempt: int
+    ) -> Episode:
+        """As ``episode.play``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,8 @@ class EpisodeContext:
     reward_weights: RewardWeights = field(default_factory=RewardWeights)
     rollout_func: CustomRollout | None = None
     """the user's own way to play a group, instead of the episode loop"""
+    agents: AgentHost | None = None
+    """plays the episodes, where ``spec.runs_agent``"""
     vocab_size: int | None = None
     """token ids that the policy knows, where ids come from the user"""
     activity: Activity = field(default_factory=Activity)

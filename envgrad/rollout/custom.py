@@ -45,10 +45,11 @@ async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) 
         raise AssertionError("this context has no rollout_func")
     try:
         prompts = [copy.deepcopy(prompt) for _ in range(count)]
+        version = context.sampler.policy_version  # weights may be updated while it runs: the oldest counts
         with context.activity.during("tools", count):
             outcome = await call_user(_WHERE, function, prompts, workers=context.workers, timeout=None)
         output = value_or_failure(outcome, _WHERE, EnvironmentFailure, None)
-        episodes = read_rollouts(context, task, output, count)
+        episodes = read_rollouts(context, task, output, count, version)
         batch = RewardBatch(
             episodes=episodes,
             environments=None,
@@ -67,8 +68,8 @@ async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) 
     return Group(task=task, episodes=scored.episodes, metrics=scored.metrics)
 
 
-def read_rollouts(context: EpisodeContext, task: Task, output: object, count: int) -> tuple[Episode, ...]:
-    """What ``rollout_func`` returned, as ``count`` episodes of one turn each.
+def read_rollouts(context: EpisodeContext, task: Task, output: object, count: int, version: int) -> tuple[Episode, ...]:
+    """What ``rollout_func`` returned, as ``count`` episodes of one turn each, of policy ``version``.
 
     Raises:
         ConfigurationError: a missing key, a wrong number of rollouts, or lists of different lengths.
@@ -91,11 +92,16 @@ def read_rollouts(context: EpisodeContext, task: Task, output: object, count: in
                 f"{_WHERE} returned {key} with {len(value)} values, but it was given {count} prompts; return a list "
                 "with one value for each, or one value that is no list for all"
             )
-    return tuple(_episode(context, task, output, columns, number) for number in range(count))
+    return tuple(_episode(context, task, output, columns, number, version) for number in range(count))
 
 
 def _episode(
-    context: EpisodeContext, task: Task, output: Mapping[str, Any], columns: Mapping[str, Any], number: int
+    context: EpisodeContext,
+    task: Task,
+    output: Mapping[str, Any],
+    columns: Mapping[str, Any],
+    number: int,
+    version: int,
 ) -> Episode:
     prompt_ids = _ids(output["prompt_ids"][number], "prompt_ids", number, context.vocab_size)
     completion = _ids(output["completion_ids"][number], "completion_ids", number, context.vocab_size)
@@ -116,7 +122,6 @@ def _episode(
             f"holds {context.limits.max_context}; end episodes before it is full"
         )
     row = TokenRow(prompt_ids)
-    version = context.sampler.policy_version
     for token, logprob, trained in zip(completion, logprobs, mask, strict=True):
         if trained:
             row.add_sampled([token], [logprob], version=version)

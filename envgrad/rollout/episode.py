@@ -20,7 +20,7 @@ from envgrad.environments.tasks import hash63
 from envgrad.environments.tools import ToolSpec, check_arguments, find_tool, result_text
 from envgrad.errors import EnvironmentFailure, EpisodeDone, EpisodeFailure, RewardTimeout, ToolCallError
 from envgrad.rollout.context import EpisodeContext, value_or_failure
-from envgrad.rollout.feedback import read_feedback
+from envgrad.rollout.feedback import read_feedback, show_chat
 from envgrad.rollout.opening import EpisodeStart
 from envgrad.rollout.row import TokenRow
 from envgrad.rollout.scoring import add_component
@@ -43,10 +43,15 @@ async def play(context: EpisodeContext, begin: EpisodeStart, task: Task, sibling
     Raises:
         EpisodeFailure: the environment failed, or the sampler could not answer.
     """
+    if context.spec.runs_agent:
+        if context.agents is None:
+            raise AssertionError(f"{context.spec.label} has run_agent, and its context has no host for agents")
+        return await context.agents.play(context, begin, task, sibling, attempt)
     player = _Player(context, begin, task, sibling, attempt)
     stop = await player.play()
     context.sampler.end(player.session)
     with context.activity.during("reward"):
+        await show_chat(context, begin, player.messages)
         reward, rewards = await score(context, begin, player.turns)
         feedback = await read_feedback(context, begin, task)
     return replace(player.episode(stop, reward, rewards), feedback=feedback)
@@ -128,7 +133,12 @@ class _Player:
         except TimeoutError:
             return StopReason.EPISODE_TIMEOUT
         index, start_index = len(self.turns), len(self.row)
-        self.row.add_sampled(completion.token_ids, completion.logprobs, version=completion.policy_version)
+        self.row.add_sampled(
+            completion.token_ids,
+            completion.logprobs,
+            version=completion.policy_version,
+            versions=completion.versions,
+        )
         if self.begin.opening.plain_prompt is not None:
             read = renderer.read_text(completion.token_ids)
         else:

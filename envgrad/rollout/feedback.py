@@ -1,18 +1,36 @@
-"""What an environment says about a finished episode in words: ``get_feedback()``, for trainers that ask.
+"""What is said about a finished episode: the environment reads the chat, and may answer in words, ``get_feedback()``.
 
-Runs after ``get_reward``, on an instance that can still be used; produces ``Episode.feedback``.
+``read_chat`` runs before ``get_reward``, ``get_feedback`` after it and only where trainers ask, on an instance that can
+still be used; it produces ``Episode.feedback``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from envgrad.environments.arguments import clean_text
 from envgrad.environments.boundary import call_user
+from envgrad.environments.spec import copied
 from envgrad.errors import EnvironmentFailure, RewardTimeout
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.rollout.opening import EpisodeStart
-from envgrad.types import Task
+from envgrad.types import Message, Task
+
+
+async def show_chat(context: EpisodeContext, begin: EpisodeStart, messages: Sequence[Message]) -> None:
+    """Hand the finished chat to an environment that reads it: ``read_chat(messages)``, within ``reward_timeout``.
+
+    Raises:
+        EpisodeFailure: ``read_chat`` raised or took too long.
+    """
+    spec, limits = context.spec, context.limits
+    if not (spec.has_read_chat and begin.usable):
+        return
+    where = f"{spec.name}.read_chat"
+    read_chat: Callable[..., object] = begin.instance.read_chat  # type: ignore[attr-defined]
+    chat = copied(list(messages))
+    outcome = await call_user(where, read_chat, chat, workers=context.workers, timeout=limits.reward_timeout)
+    value_or_failure(outcome, where, RewardTimeout, limits.reward_timeout)
 
 
 async def read_feedback(context: EpisodeContext, begin: EpisodeStart, task: Task) -> str | None:

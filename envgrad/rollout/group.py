@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from envgrad.environments.boundary import call_user
 from envgrad.environments.contract import read_group_rewards
 from envgrad.environments.isolation import use
+from envgrad.environments.policy import use_policy
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.sources import hash63
 from envgrad.environments.start import StartMode, decide_start
 from envgrad.errors import EnvironmentContractError, EpisodeFailure, RewardTimeout
+from envgrad.rollout.asking import SessionPolicy
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.rollout.episode import play, session_of
 from envgrad.rollout.loop import gather_or_cancel
@@ -162,7 +165,7 @@ class GroupRun:
     async def _start_fresh(self, sibling: _Sibling) -> None:
         """Reset an instance of the pool for ``sibling``; a failure is kept on it."""
         try:
-            with self.context.activity.during("reset"):
+            with self.context.activity.during("reset"), self._policy(sibling, "reset"):
                 sibling.begin, sibling.failure = await self.starter.fresh(), None
         except EpisodeFailure as failure:
             sibling.failure = failure
@@ -206,7 +209,7 @@ class GroupRun:
             sibling.attempts += 1
             if sibling.begin is not None:
                 try:
-                    with use(sibling.begin.stream):
+                    with use(sibling.begin.stream), self._policy(sibling, "play"):
                         sibling.episode = await play(
                             self.context, sibling.begin, self.task, sibling.number, sibling.attempts - 1
                         )
@@ -221,6 +224,14 @@ class GroupRun:
                 return
             self._begin_session(sibling)
             await (self._start_forked(sibling) if self.starter.pristine is not None else self._start_fresh(sibling))
+
+    def _policy(self, sibling: _Sibling, phase: str) -> AbstractContextManager[None]:
+        """Lets the environment ask the policy: in ``reset`` with the group's seed, later with the sibling's own."""
+        if sibling.session is None:
+            raise AssertionError("a sibling asks without a session")
+        own = () if phase == "reset" else (sibling.number, sibling.attempts)
+        seed = hash63(phase, self.task.seed, *own)
+        return use_policy(SessionPolicy(context=self.context, session=sibling.session, seed=seed))
 
     async def _group_reward(self) -> None:
         """``group_reward`` scores the siblings together; its numbers are added to their own rewards."""

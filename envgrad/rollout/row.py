@@ -34,14 +34,24 @@ class TokenRow:
     def completion_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
 
-    def add_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], *, version: int) -> None:
-        """Append what the policy produced: it is trained."""
-        if len(token_ids) != len(logprobs):
-            raise AssertionError(f"{len(token_ids)} sampled ids came with {len(logprobs)} log-probs")
+    def add_sampled(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        version: int,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        """Append what the policy produced: it is trained. ``versions``: each token's, where they differ."""
+        own = [version] * len(token_ids) if versions is None else versions
+        if not len(token_ids) == len(logprobs) == len(own):
+            raise AssertionError(
+                f"{len(token_ids)} sampled ids came with {len(logprobs)} log-probs and {len(own)} versions"
+            )
         self.token_ids += token_ids
         self.mask += [1] * len(token_ids)
         self.logprobs += logprobs
-        self.versions += [version] * len(token_ids)
+        self.versions += own
 
     def add_given(self, token_ids: Sequence[int]) -> None:
         """Append what the policy did not produce: separators, tool results, the next header."""

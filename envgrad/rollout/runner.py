@@ -38,6 +38,8 @@ class Round:
     """too few siblings could be scored"""
     filtered: tuple[Group, ...] = ()
     """scored, and replaced by dynamic sampling because there is nothing in them to learn from"""
+    stale: tuple[Group, ...] = ()
+    """scored, and too old to be trained when they were finished; replaced"""
     unteaching: int = 0
     """of ``groups``, those that dynamic sampling would have replaced, had its bound not been reached"""
     dynamic: bool = False
@@ -57,7 +59,8 @@ class Round:
     @property
     def failures(self) -> Counter[str]:
         """Failed episodes by kind, over all groups played."""
-        return Counter(failure.kind for group in (*self.scored, *self.dropped) for failure in group.failures)
+        groups = (*self.scored, *self.dropped, *self.stale)
+        return Counter(failure.kind for group in groups for failure in group.failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +181,7 @@ class RolloutRunner:
             if not drawn:
                 return played.finish(count, shares, time.perf_counter() - began)
             for group in await self._play_all(drawn, policy):
-                if not self._is_of_use(group, policy):
+                if not self.is_of_use(group, policy):
                     played.dropped.append(group)
                 elif dynamic is None or dynamic.teaches(group):
                     played.teaching.append(group)
@@ -197,20 +200,28 @@ class RolloutRunner:
         return groups
 
     async def _run_group(self, task: Task, policy: GroupPolicy, gate: asyncio.Semaphore) -> Group:
+        async with gate:
+            return await self.play_group(task, policy)
+
+    async def play_group(self, task: Task, policy: GroupPolicy) -> Group:
+        """One group, on the loop; the caller bounds how many there are at once."""
         policy = policy.of(task.environment)
         context, pool = self.contexts[task.environment], self.pools[task.environment]
-        async with gate:
-            if context.rollout_func is not None:
-                group = await play_custom(context, policy, task)
-            else:
-                group = await GroupRun(context=context, pool=pool, policy=policy, task=task).run()
+        if context.rollout_func is not None:
+            group = await play_custom(context, policy, task)
+        else:
+            group = await GroupRun(context=context, pool=pool, policy=policy, task=task).run()
         self._warn_of_mismatch(group)
         if self.on_group is not None:
             self.on_group(group)
         return group
 
-    def _is_of_use(self, group: Group, policy: GroupPolicy) -> bool:
-        """Whether enough siblings are scored; counts the groups in a row that are not."""
+    def is_of_use(self, group: Group, policy: GroupPolicy) -> bool:
+        """Whether enough siblings are scored; counts the groups in a row that are not. On the loop.
+
+        Raises:
+            TooManyFailures: ``max_consecutive_failed_groups`` groups in a row were not.
+        """
         scored = sum(episode.reward is not None for episode in group.episodes)
         name = group.task.environment
         policy = policy.of(name)

@@ -143,6 +143,10 @@ class EndpointSampler:
         return 0
 
     @property
+    def exact_logprobs(self) -> bool:
+        return False
+
+    @property
     def max_context(self) -> int:
         return self.endpoint.max_context or NO_LIMIT
 

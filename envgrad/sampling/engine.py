@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from envgrad.attention import no_mask
 from envgrad.errors import ConfigurationError
 from envgrad.rollout.activity import Activity
-from envgrad.sampling.kv_cache import DecodeLayout, StepRow
+from envgrad.sampling.decode_layout import DecodeLayout
+from envgrad.sampling.fused import FusedDecoder
 from envgrad.sampling.limits import serving
 from envgrad.sampling.requests import Request, SamplerStats, Slot, StopStrings
 from envgrad.sampling.sampling_ops import SamplingBatch, sample_tokens
@@ -69,6 +70,7 @@ class Engine:
         stops: finds stop strings; None if no request has any.
         autocast: dtype of ``torch.autocast`` for the forward, as the trainer's; None for none.
         activity: is told of each step, if given.
+        fused: computes the model's forward in fewer operations; it is used whenever it ``fits``.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         stops: StopStrings | None,
         autocast: torch.dtype | None,
         activity: Activity | None = None,
+        fused: FusedDecoder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.stats: SamplerStats = scheduler.stats
@@ -87,6 +90,7 @@ class Engine:
         self._stops = stops
         self._autocast = autocast
         self._activity = activity
+        self._fused = fused
         self._serving: ExitStack | None = None
         self._layout: DecodeLayout | None = None
         self._batch: tuple[list[Request], SamplingBatch] | None = None
@@ -98,6 +102,11 @@ class Engine:
         if self._serving is None:
             stack = ExitStack()
             stack.enter_context(serving(self._model, self._autocast))
+            if self._fused is not None and not self._fused.fits:
+                self._fused = None
+            if self._fused is not None:
+                self._fused.refresh()
+                stack.enter_context(torch.inference_mode())
             self._serving = stack
 
     def leave(self) -> None:
@@ -106,11 +115,22 @@ class Engine:
             self._serving.close()
             self._serving = None
 
+    def rest(self) -> None:
+        """Nobody asks for now: keys, values and copies of weights go, for training to have their memory."""
+        self.leave()
+        self.scheduler.drop_kv()
+        self._layout = None
+        if self._fused is not None:
+            self._fused.release()
+
     def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
         self.leave()
         if named_tensors is not None:
             load_tensors(self._model, named_tensors)
+        if self._fused is not None:
+            self._fused.forget()
         self.scheduler.drop_kv()
+        self._layout = None
         self.version = version
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -154,9 +174,10 @@ class Engine:
                 sources.append(rows)
                 if not request.logprobs:
                     self.scheduler.keep_head(request, logits[rows])
-                    followers = self.scheduler.release_followers(slot)
-                    slots.extend(followers)
-                    sources.extend([rows] * len(followers))
+                # Also of a request that started over (new weights, a lost slot): a sibling may have its row.
+                followers = self.scheduler.release_followers(slot)
+                slots.extend(followers)
+                sources.extend([rows] * len(followers))
                 rows += 1
         for request, head in self.scheduler.ready.items():
             slots.append(self.scheduler.slot_of(request))
@@ -173,7 +194,7 @@ class Engine:
 
     def _run(self, plan: list[PlannedRow]) -> Tensor:
         device = self._model.device
-        layout = self._layout_of([one.row for one in plan], device)
+        layout = self._layout_of(plan, device)
         tokens: list[int] = []
         last: list[int] = []
         for _, request, (_, start, size), complete in plan:
@@ -181,7 +202,11 @@ class Engine:
             if complete:
                 last.append(len(tokens) - 1)
         both = torch.tensor(tokens + last, dtype=torch.long, device=device)
-        logits = ragged_forward(self._model, layout, both[: len(tokens)], both[len(tokens) :])
+        ids, keep = both[: len(tokens)], both[len(tokens) :]
+        if self._fused is None:
+            logits = ragged_forward(self._model, layout, ids, keep)
+        else:
+            logits = self._fused.forward(layout, ids, keep if len(last) < len(tokens) else None)
         decoded = 0
         for slot, request, (_, start, size), _ in plan:
             slot.cached += size
@@ -190,12 +215,14 @@ class Engine:
         self.stats.prefill_tokens += len(tokens) - decoded
         return logits
 
-    def _layout_of(self, rows: list[StepRow], device: torch.device) -> DecodeLayout:
+    def _layout_of(self, plan: list[PlannedRow], device: torch.device) -> DecodeLayout:
+        rows = [one.row for one in plan]
+        prefixes = [one.slot.prefix for one in plan]
         layout = self._layout
-        if layout is not None and layout.follows == rows:
+        if layout is not None and layout.followed_by(rows, prefixes):
             layout.advance()
             return layout
-        self._layout = DecodeLayout(self.scheduler.cache, rows, device)
+        self._layout = DecodeLayout(self.scheduler.cache, rows, device, prefixes)
         return self._layout
 
     def _sample(self, slots: list[Slot], logits: Tensor) -> list[Request]:
@@ -210,6 +237,7 @@ class Engine:
         for slot, request, token, logprob in zip(slots, requests, tokens, logprobs, strict=True):
             if not request.logprobs:
                 request.policy_version = self.version
+            request.versions.append(self.version)
             if request.take(token, logprob, self._stops):
                 finished.append(request)
                 self.scheduler.finish(slot, now)

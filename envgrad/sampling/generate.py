@@ -71,6 +71,10 @@ class GenerateSampler:
         return self._version
 
     @property
+    def exact_logprobs(self) -> bool:
+        return True
+
+    @property
     def max_context(self) -> int:
         return self._max_context
 

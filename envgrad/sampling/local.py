@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from envgrad.errors import ConfigurationError, SamplerFailure
 from envgrad.rollout.activity import Activity
-from envgrad.sampling.compatibility import cached_forward_fault
+from envgrad.sampling.compatibility import cached_forward_fault, fused_decoder
 from envgrad.sampling.engine import Engine
 from envgrad.sampling.generate import GenerateSampler
 from envgrad.sampling.kv_cache import KVCache
@@ -67,6 +67,7 @@ class LocalSampler:
         tokenizer: needed for stop strings only.
         autocast: dtype for ``torch.autocast`` around the forward, as the trainer's; default: none.
         activity: is told of each step, if given.
+        update_timeout: seconds in which new weights must be taken over; default: no limit while the engine lives.
 
     Raises:
         ConfigurationError: the model cannot be served, or an option is out of range.
@@ -95,6 +96,7 @@ class LocalSampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         autocast: torch.dtype | None = None,
         activity: Activity | None = None,
+        update_timeout: float | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ConfigurationError(f"max_sessions must be at least 1, got {max_sessions}")
@@ -108,8 +110,12 @@ class LocalSampler:
             max_kv_tokens=max_kv_tokens,
         )  # fmt: skip
         self._stops = None if tokenizer is None else StopStrings(tokenizer)
-        self._engine = Engine(model, scheduler, stops=self._stops, autocast=autocast, activity=activity)
+        fused = None if autocast is not None else fused_decoder(model)
+        self._engine = Engine(
+            model, scheduler, stops=self._stops, autocast=autocast, activity=activity, fused=fused
+        )  # fmt: skip
         self._deterministic = deterministic
+        self._update_timeout = update_timeout
         self._turnaround = Turnaround()
         self._events: list[_Event] = []
         self._sessions: dict[str, Session] = {}
@@ -130,6 +136,10 @@ class LocalSampler:
     @property
     def policy_version(self) -> int:
         return self._engine.version
+
+    @property
+    def exact_logprobs(self) -> bool:
+        return True
 
     @property
     def max_context(self) -> int:
@@ -175,12 +185,17 @@ class LocalSampler:
 
     def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
         """Serve policy ``version``, between two steps: all keys and values go, running requests recompute theirs, and
-        report the version of their first token. Tensors are copied into the module by name; None if it is shared."""
+        report each token's version. Tensors are copied into the module by name; None if it is shared."""
         event = _Event(kind="weights", version=version, named_tensors=named_tensors)
         self._post(event)
         while not event.done.wait(1.0):
             if self._failure is not None:
                 raise self._failure
+            if self._update_timeout is not None and time.perf_counter() - event.time > self._update_timeout:
+                raise SamplerFailure(
+                    f"the weights of version {version} were not taken over within {self._update_timeout} s "
+                    "(weight_sync_timeout): one decoding step takes longer than that; raise it"
+                )
         if event.error is not None:
             raise event.error
 
@@ -230,6 +245,9 @@ class LocalSampler:
         while True:
             due = self._engine.scheduler.has_work or any(one.kind == "request" for one in self._events)
             if not due:
+                if self._events and not self._turnaround.outside:  # every session has ended
+                    self._tell_engine()
+                    self._engine.rest()
                 if not self._receive(None):
                     return False
                 continue
@@ -317,6 +335,7 @@ def make_local_sampler(
     tokenizer: PreTrainedTokenizerBase | None = None,
     autocast: torch.dtype | None = None,
     activity: Activity | None = None,
+    update_timeout: float | None = None,
 ) -> LocalSampler | GenerateSampler:
     """``LocalSampler`` where the model allows it, else ``GenerateSampler`` with a notice that names the reason.
 
@@ -327,6 +346,7 @@ def make_local_sampler(
         return LocalSampler(
             model, max_sessions=max_sessions, max_context=max_context, max_kv_tokens=max_kv_tokens,
             deterministic=deterministic, tokenizer=tokenizer, autocast=autocast, activity=activity,
+            update_timeout=update_timeout,
         )  # fmt: skip
     logger.warning("%s is sampled one row at a time by model.generate, which is slow: %s", type(model).__name__, fault)
     context = context_of(model, max_context)

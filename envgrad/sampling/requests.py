@@ -6,7 +6,7 @@ import time
 from asyncio import AbstractEventLoop, Future
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from envgrad.errors import ConfigurationError
 from envgrad.sampling.sampler import Completion, SamplingParams, Session
@@ -33,6 +33,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     policy_version: int = 0
     """the policy of the first sampled token"""
+    versions: list[int] = field(default_factory=list)
+    """each sampled token's policy, where an engine notes it"""
     leader: Request | None = None
     """the sibling whose prefill of the same prompt this request waits for"""
     stop_reason: Literal["stop", "length"] | None = None
@@ -61,6 +63,7 @@ class Request:
             logprobs=tuple(self.logprobs),
             stop_reason=self.stop_reason,
             policy_version=self.policy_version,
+            versions=tuple(self.versions) if len(set(self.versions)) > 1 else None,
         )
 
     def take(self, token: int, logprob: float, stops: StopStrings | None) -> bool:
@@ -79,6 +82,13 @@ class Request:
         return False
 
 
+class SharedPrefix(NamedTuple):
+    """The first ``length`` keys and values of all slots with this ``number`` are the same: copies of each other."""
+
+    number: int
+    length: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
     """One row of the KV cache: free (no session), idle (its session is out, in a tool), or busy (``request``).
@@ -93,6 +103,8 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     """the row; its first ``cached`` tokens have keys and values"""
     cached: int = 0
+    prefix: SharedPrefix | None = None
+    """what the first of them have been copied from, or to"""
     used: int = 0
     """number of the step that last used it"""
     idle_since: float = 0.0

@@ -50,6 +50,9 @@ class Completion:
     stop_reason: Literal["stop", "length"]
     """``stop``: a stop token or stop string; ``length``: ``max_tokens`` reached"""
     policy_version: int
+    """the policy of the first token"""
+    versions: tuple[int, ...] | None = None
+    """each token's policy, where weights were updated while the answer was sampled; None: all ``policy_version``"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +87,25 @@ class Sampler(Protocol):
     def end(self, session: Session) -> None: ...
 
     def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
-        """Serve policy ``version`` from now on; ``None`` if the sampler shares the trainer's module."""
+        """Serve policy ``version`` from now on; returns when it is served. ``None`` if the sampler shares the trainer's
+        module. Answers that are being sampled go on under the new weights, with keys and values of the new weights
+        only, and tell each token's version.
+
+        Raises:
+            Exception: the weights could not be taken over, or the sampler is dead. The old version is kept, whole.
+        """
         ...
 
     @property
     def policy_version(self) -> int: ...
+
+    @property
+    def exact_logprobs(self) -> bool:
+        """Whether its log-probs are those that training computes, to float rounding; else the trainer recomputes them.
+
+        What the trainer does by itself to make them differ (dropout, autocast) does not count.
+        """
+        ...
 
     @property
     def max_context(self) -> int:

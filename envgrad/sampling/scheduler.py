@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from envgrad.sampling.kv_cache import KVCache, StepRow
-from envgrad.sampling.requests import Request, SamplerStats, Slot, common_prefix
+from envgrad.sampling.requests import Request, SamplerStats, SharedPrefix, Slot, common_prefix
 from envgrad.sampling.sampler import Session
 
 _ROUND = 32
@@ -60,6 +60,7 @@ class Scheduler:
         self._heads: OrderedDict[str, tuple[list[int], Tensor]] = OrderedDict()
         self._evicted: dict[str, int] = {}
         self._followers: dict[Request, list[Slot]] = {}
+        self._last_prefix = 0
         self._free: dict[Slot, None] = {}
         """slots without a session"""
         self._busy: dict[Slot, None] = {}
@@ -236,6 +237,8 @@ class Scheduler:
         tokens = request.tokens
         cached = slot.common(tokens)
         slot.request, slot.used = request, self.stats.steps
+        if slot.prefix is not None and slot.prefix.length > cached:
+            slot.prefix = None
         self._busy[slot] = None
         if not kept or not slot.cached:
             self._join_group(slot, request.group)
@@ -271,7 +274,14 @@ class Scheduler:
     def _copy(self, source: Slot, target: Slot, count: int) -> int:
         self.cache.copy(source.index, [target.index], count)
         self.stats.copied_tokens += count
+        if source.prefix is None or source.prefix.length > count:
+            source.prefix = self._new_prefix(count)
+        target.prefix = source.prefix
         return count
+
+    def _new_prefix(self, length: int) -> SharedPrefix:
+        self._last_prefix += 1
+        return SharedPrefix(self._last_prefix, length)
 
     # -- after a forward ----------------------------------------------------------------------------------------------
 
@@ -283,14 +293,17 @@ class Scheduler:
                 self._heads.popitem(last=False)
 
     def release_followers(self, leader: Slot) -> list[Slot]:
-        """Copy the leader's prompt to the siblings that waited for it; they can be sampled from its logits."""
+        """Copy the leader's row to the siblings that waited for it; they can be sampled from its logits."""
+        if not self._followers:
+            return []
         slots = self._followers.pop(leader.request, []) if leader.request is not None else []
         count = leader.cached
         if slots:
             self.cache.copy(leader.index, [one.index for one in slots], count)
             self.stats.copied_tokens += count * len(slots)
+            leader.prefix = self._new_prefix(count)
         for slot in slots:
-            slot.cached = count
+            slot.cached, slot.prefix = count, leader.prefix
             if slot.request is not None:
                 slot.request.leader = None
         return slots

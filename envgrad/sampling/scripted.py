@@ -80,6 +80,10 @@ class ScriptedSampler:
         return self._version
 
     @property
+    def exact_logprobs(self) -> bool:
+        return True
+
+    @property
     def max_context(self) -> int:
         return self._max_context
 

@@ -19,7 +19,7 @@ class Turnaround:
     Example:
         >>> turnaround = Turnaround()
         >>> turnaround.heard("begin", "a", 1.0)
-        >>> turnaround.expected(1.001)
+        >>> {key: round(late, 3) for key, late in turnaround.expected(1.001).items()}
         {'a': 1.002}
         >>> turnaround.heard("request", "a", 1.0015)
         >>> turnaround.outside
@@ -62,9 +62,16 @@ class Turnaround:
         self._seen = (stats.steps, stats.decode_seconds)
 
     def expected(self, now: float) -> dict[str, float]:
-        """Sessions that are away and not late, each with the time when it will be: twice the average."""
-        late = {key: since + 2.0 * self._average[turn] for key, (turn, since) in self.outside.items()}
-        return {key: until for key, until in late.items() if until > now}
+        """Sessions that should be back within a step, each with the time when it is late: a step past the average, or
+        twice the average where that is sooner. Those in a slow tool are not waited for until they are about to return:
+        a step without them costs them nothing."""
+        found = {}
+        for key, (turn, since) in self.outside.items():
+            average = self._average[turn]
+            late = since + average + min(average, self._step)
+            if since + average <= now + self._step and late > now:
+                found[key] = late
+        return found
 
     def worth(self, expected: dict[str, float], here: int, started: float) -> float:
         """Until when to wait for ``expected``, with ``here`` requests held up since ``started``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -47,10 +48,16 @@ def _epoch_groups(config: RolloutConfig, epoch_length: int) -> int:
 
 
 class ClockCallback(TrainerCallback):
-    """Sets ``state.epoch`` before other callbacks see a step, and acts where a pass over finite data ends."""
+    """Sets ``state.epoch`` before other callbacks see a step, and acts where a pass over finite data ends.
 
-    def __init__(self, tasks: TaskStream) -> None:
+    Args:
+        tasks: What is drawn.
+        unused: How many tasks were drawn and are in no round yet: they count when they are trained.
+    """
+
+    def __init__(self, tasks: TaskStream, unused: Callable[[], int] = lambda: 0) -> None:
         self._tasks = tasks
+        self._unused = unused
         self._passes = 0
 
     def on_train_begin(
@@ -59,10 +66,11 @@ class ClockCallback(TrainerCallback):
         self._passes = math.floor(self._tasks.passes)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._tasks.epoch_length is None:
+        length = self._tasks.epoch_length
+        if length is None:
             state.epoch = state.global_step / state.max_steps
             return
-        state.epoch = self._tasks.passes
+        state.epoch = (round(self._tasks.passes * length) - self._unused()) / length
         # At the run's end the loop's own epoch ends too, and acts by itself.
         if math.floor(state.epoch) > self._passes and state.global_step < state.max_steps:
             self._passes = math.floor(state.epoch)

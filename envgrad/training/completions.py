@@ -67,7 +67,7 @@ def completion_rows(played: Round, samples: Sequence[TrainingSample]) -> list[Co
 
 def split_episode(episode: Episode) -> tuple[Half, Half]:
     """The opening, and what came after it: chat messages, or two texts where no chat template was used."""
-    first = episode.turns[0].message if episode.turns else None
+    first = episode.main_turns[0].message if episode.turns else None
     start = next((i for i, message in enumerate(episode.messages) if message is first), len(episode.messages))
     after = list(episode.messages[start:])
     if episode.plain_prompt is not None:

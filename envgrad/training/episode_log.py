@@ -84,5 +84,15 @@ def episode_record(episode: Episode, step: int) -> dict[str, Any]:
         "mask": list(episode.mask),
         "logprobs": [round(value, 6) for value in episode.logprobs],
         "versions": list(episode.versions),
+        "branches": [
+            {
+                "prompt_length": row.prompt_length,
+                "token_ids": list(row.token_ids),
+                "mask": list(row.mask),
+                "logprobs": [round(value, 6) for value in row.logprobs],
+                "versions": list(row.versions),
+            }
+            for row in episode.branches
+        ],
         "seconds": {name: round(value, 6) for name, value in episode.seconds.items()},
     }

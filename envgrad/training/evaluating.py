@@ -12,15 +12,15 @@ from envgrad.environments.tasks import TaskStream
 from envgrad.errors import ConfigurationError
 from envgrad.evaluation.summary import evaluation_metrics
 from envgrad.rollout.runner import Round
-from envgrad.training.checkpoint import AtomicCheckpoints
 from envgrad.training.episode_log import EpisodeLog
 from envgrad.training.generation import Generated, generate
 from envgrad.training.metrics import round_metrics
 from envgrad.training.rollouts import Rollouts
+from envgrad.training.signals import StoppableTrainer
 from envgrad.types import Message
 
 
-class EvaluatingTrainer(AtomicCheckpoints):
+class EvaluatingTrainer(StoppableTrainer):
     """``Trainer`` whose ``evaluate`` plays episodes."""
 
     rollouts: Rollouts
@@ -65,7 +65,7 @@ class EvaluatingTrainer(AtomicCheckpoints):
         config = self.user_args
         tasks, count = tasks or self.rollouts.eval_tasks(), count or config.eval_tasks
         count = min(count, tasks.epoch_length or count)
-        with self.rollouts.open() as runner:
+        with self.signals, self.rollouts.open() as runner:
             self.rollouts.publish(self.state.global_step)
             policy = self.rollouts.group_policy(config.num_generations_eval or 1, config.per_device_eval_batch_size)
             played = runner.play(tasks, count, policy, max_draws=count)

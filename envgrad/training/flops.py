@@ -7,8 +7,9 @@ weights spends per forward (Kaplan et al., arXiv:2001.08361, section 2.1)::
 
 A backward spends twice that: ``6 N`` per token in all. Where only adapters of ``A`` weights are trained, gradients of
 the other weights are not computed: ``4 N + 2 A`` per token. Pairs are those of full causal attention; a sliding window
-has fewer. Norms, activations and the optimizer are left out, and what is computed twice (activation checkpointing, a
-prompt in several micro-batches, evicted keys and values) counts once.
+has fewer, and tokens that predict nothing need less of the last layer (``last_layer``); both are counted whole. Norms,
+activations and the optimizer are left out, and what is computed twice (activation checkpointing, a prompt in several
+micro-batches, evicted keys and values) counts once.
 """
 
 from __future__ import annotations
@@ -81,14 +82,15 @@ class Work:
         and that token itself, need no forward."""
         return cls.of_rows(
             RowWork(
-                (episode.task.key, episode.token_ids[: episode.prompt_length]),
-                episode.prompt_length,
-                _last_one(episode.mask),
-                episode.num_sampled_tokens,
+                (episode.task.key, row.token_ids[: row.prompt_length]),
+                row.prompt_length,
+                _last_one(row.mask),
+                row.num_sampled_tokens,
             )
             for group in groups
             for episode in group.episodes
-            if any(episode.mask)
+            for row in episode.rows
+            if any(row.mask)
         )
 
     @classmethod

@@ -90,7 +90,7 @@ def _length_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "completions/clipped_ratio": _mean(episode.truncated for episode in episodes),
         "episodes/turns": _mean(len(episode.turns) for episode in episodes),
         "tokens/sampled": float(sum(episode.num_sampled_tokens for episode in episodes)),
-        "tokens/prompt": float(sum(episode.prompt_length for episode in episodes)),
+        "tokens/prompt": float(sum(episode.num_prompt_tokens for episode in episodes)),
     }
 
 

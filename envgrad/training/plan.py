@@ -70,6 +70,7 @@ class RolloutPlan:
             undo.callback(self._finalizer)
             self._inspect()
             check_environment_names(config, self.specs, named=self._routed)
+            self._check_agents()
             self.options = environment_options(config)
             self.reward_sources, self.reward_weights = self._reward_sources()
             self.unused_weights = UnusedWeights(self.reward_weights.by_name, self.specs)
@@ -102,6 +103,19 @@ class RolloutPlan:
                 )
         if self.stateless:
             self.specs[""] = stateless_spec().with_tools(shared)
+
+    def _check_agents(self) -> None:
+        """Agents that own their loop ask whenever they like, over a socket."""
+        agents = [name for name, spec in self.specs.items() if spec.runs_agent]
+        if not agents:
+            return
+        from envgrad.agents.server import check_installed
+
+        check_installed()
+        if self.config.deterministic:
+            raise ConfigurationError(
+                f"deterministic=True cannot be promised for {agents[0]}: its run_agent asks when it likes; turn it off"
+            )
 
     def _factories(self) -> dict[str, EnvironmentFactory]:
         given = self.inputs.environment_factory
@@ -264,8 +278,9 @@ class RolloutPlan:
         )
 
     def _concurrency(self) -> int:
+        rounds = 1 + self.config.staleness
         return self.config.max_concurrent_episodes or max(
-            round_size(self.config), self.config.per_device_eval_batch_size or 0, LEAST_CONCURRENCY
+            round_size(self.config) * rounds, self.config.per_device_eval_batch_size or 0, LEAST_CONCURRENCY
         )
 
     def _max_groups(self, num_generations: int) -> int:

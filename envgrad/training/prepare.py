@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from envgrad.algorithms.base import EpisodeKey, ReferenceLogprobs
-from envgrad.algorithms.credit import training_sample
+from envgrad.algorithms.credit import training_samples
 from envgrad.config.sampler_ratio import SamplerRatioFields
 from envgrad.logprobs import PolicyOutputs, policy_logprobs
 from envgrad.losses import entropy_threshold, importance_correction
@@ -33,13 +33,18 @@ class Preparation:
     trainer: RolloutTrainer
     reference: Reference | None
     recompute_old: bool
-    """the sampler's log-probs are not exact: active dropout, autocast, half precision"""
+    """the sampler's log-probs are not those of training: active dropout, autocast, half precision"""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether old log-probs are computed here: because of the trainer, or because of its sampler."""
+        return self.recompute_old or not self.trainer.rollouts.exact_logprobs
 
     def batch(self, batch: Batch) -> Batch:
         """What a round's samples need from forwards without gradient, before the round's first update."""
         algorithm = self.trainer.algorithm
         selects = algorithm.top_entropy_quantile < 1
-        if not (algorithm.needs_reference or self.recompute_old or selects):
+        if not (algorithm.needs_reference or self.recomputes or selects):
             return batch
         device = self.trainer.args.device
         passed = [self._micro_batch(packed.to(device)) for packed in batch.micro_batches]
@@ -57,7 +62,7 @@ class Preparation:
         if self.reference is not None and trainer.algorithm.needs_reference:
             packed = replace(packed, ref_logprobs=self._of_reference(self.reference, packed))
         selects = trainer.algorithm.top_entropy_quantile < 1
-        if not (self.recompute_old or selects):
+        if not (self.recomputes or selects):
             return packed, None
         model: nn.Module = trainer.model_wrapped
         model.eval()
@@ -65,7 +70,7 @@ class Preparation:
             outputs = policy_logprobs(
                 model, packed, temperature=trainer.user_args.temperature, entropy="metric" if selects else "none"
             )
-        if self.recompute_old:
+        if self.recomputes:
             packed = replace(packed, old_logprobs=outputs.logprobs, importance=self._importance(outputs, packed))
         return packed, outputs.entropy
 
@@ -96,17 +101,22 @@ class Preparation:
         """
         if self.reference is None:
             raise AssertionError("an algorithm whose credit reads the reference needs one")
-        episodes = [episode for group in groups for episode in group.episodes if any(episode.mask)]
-        samples = [training_sample(episode, 0.0) for episode in episodes]
+        episodes = [episode for group in groups for episode in group.episodes if episode.num_sampled_tokens]
+        samples = [sample for episode in episodes for sample in training_samples(episode, 0.0)]
         batch = pack(samples, [1.0] * len(samples), max_tokens=max_tokens, mode=mode)
-        found: dict[EpisodeKey, tuple[float, ...]] = {}
+        rows: dict[int, tuple[float, ...]] = {}
         for packed in batch.micro_batches:
             moved = packed.to(self.trainer.args.device)
             moved = moved if temperature is None else moved.at_temperature(temperature)
             logprobs, owner = self._of_reference(self.reference, moved).cpu(), packed.sample_index
             for number, index in enumerate(packed.samples):
-                episode = episodes[index]
-                found[episode.task.key, episode.sibling] = tuple(logprobs[owner == number].tolist())
+                rows[index] = tuple(logprobs[owner == number].tolist())
+        found: dict[EpisodeKey, tuple[float, ...]] = {}
+        for index, sample in enumerate(samples):  # an episode's rows follow one another
+            if sample.episode is None:
+                raise AssertionError("a credit's samples know their episodes")
+            key = (sample.group, sample.episode.sibling)
+            found[key] = found.get(key, ()) + rows.get(index, ())
         return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from envgrad.config import RolloutConfig
 from envgrad.config.mixture import EnvironmentOptions
@@ -17,19 +19,34 @@ from envgrad.environments.contract import EnvironmentSpec, inspect_environment
 from envgrad.environments.isolation import Isolation
 from envgrad.environments.pool import InstancePool
 from envgrad.rollout.activity import Activity
-from envgrad.rollout.context import CustomRollout, EpisodeContext, EpisodeLimits
+from envgrad.rollout.context import AgentHost, CustomRollout, EpisodeContext, EpisodeLimits
 from envgrad.rollout.loop import RolloutLoop
 from envgrad.rollout.runner import RolloutRunner
 from envgrad.sampling.local import make_local_sampler
 from envgrad.sampling.sampler import Sampler, SamplingParams
+from envgrad.sampling.vllm import VLLMSampler
 from envgrad.training.inputs import UserInputs
 from envgrad.training.model import Policy
 from envgrad.training.plan import RolloutPlan
+from envgrad.training.vllm import make_vllm_sampler
+from envgrad.training.weights import adapter_weights, frozen_copy, module_weights, policy_weights
 
 if TYPE_CHECKING:
     from envgrad.training.trainer import RolloutTrainer
 
 logger = logging.getLogger(__name__)
+
+
+class LocalOptions(TypedDict):
+    """What a local sampler is made with, in this process or in one of its own."""
+
+    max_sessions: int
+    max_context: int | None
+    max_kv_tokens: int | None
+    deterministic: bool
+    tokenizer: PreTrainedTokenizerBase | None
+    autocast: torch.dtype | None
+    activity: Activity
 
 
 @dataclass(slots=True)
@@ -49,7 +66,9 @@ class Rollouts(RolloutPlan):
     ) -> None:
         self._open: _Open | None = None
         self._version = 0
+        self._copy: PreTrainedModel | None = None
         self.activity = Activity()
+        self._agents: AgentHost | None = None
         super().__init__(policy, config, inputs, trainer)
 
     # -- life
@@ -81,11 +100,15 @@ class Rollouts(RolloutPlan):
         sizes |= {options.num_generations for options in self.options.values()}
         sampler = self._make_sampler(max(self._concurrency(), *sizes))
         undo.callback(sampler.close)
-        sampler.update_weights(self._version, None)
+        if config.sampler != "process":  # that one starts with the weights of now
+            self._serve(sampler, self._version)
         workers = WorkerPool()
         undo.callback(workers.close)
         # Each group has its siblings and a pristine copy; one group more, for instances that are being replaced.
         limit = max((self._max_groups(size) + 1) * (size + 1) for size in sizes)
+        if config.staleness:  # evaluation plays its groups beside those of training
+            limit *= 2
+        self._agents = self._make_agent_host()
         contexts, pools = {}, {}
         for name, spec in self.specs.items():
             contexts[name] = self._context(spec, sampler, workers)
@@ -105,9 +128,9 @@ class Rollouts(RolloutPlan):
         return _Open(sampler=sampler, runner=runner)
 
     def _make_sampler(self, max_sessions: int) -> Sampler:
+        """Who samples. A sampler of another kind is one more branch here, and one in ``_tensors_for``."""
         config = self.config
-        return make_local_sampler(
-            self.policy.base,
+        options = LocalOptions(
             max_sessions=max_sessions,
             max_context=config.max_context,
             max_kv_tokens=config.max_kv_tokens,
@@ -116,6 +139,39 @@ class Rollouts(RolloutPlan):
             autocast=torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None,
             activity=self.activity,
         )
+        if config.sampler == "vllm":
+            return make_vllm_sampler(config, self.policy)
+        if config.sampler == "process":
+            from envgrad.sampling.process import make_process_sampler
+            from envgrad.sampling.process_model import sendable_tokenizer
+
+            if not config.stop_strings:
+                options["tokenizer"] = sendable_tokenizer(self.policy.tokenizer)
+            return make_process_sampler(
+                self.policy.base,
+                weights=policy_weights(self.policy),
+                version=self._version,
+                threads=config.sampler_threads,
+                update_timeout=config.weight_sync_timeout,
+                **options,
+            )
+        return make_local_sampler(self._sampled_module(), update_timeout=config.weight_sync_timeout, **options)
+
+    def _sampled_module(self) -> PreTrainedModel:
+        """The trainer's module, or, where sampling goes on beside training, a copy with weights of its own."""
+        if not self.config.asynchronous:
+            return self.policy.base
+        if self._copy is None:
+            self._copy = frozen_copy(self.policy)
+        return self._copy
+
+    def _make_agent_host(self) -> AgentHost | None:
+        """The server that agents ask, if an environment has one; it starts with the first episode."""
+        if not any(spec.runs_agent for spec in self.specs.values()):
+            return None
+        from envgrad.agents.host import LoopbackHost
+
+        return LoopbackHost()
 
     def _context(self, spec: EnvironmentSpec, sampler: Sampler, workers: WorkerPool) -> EpisodeContext:
         config = self.config
@@ -130,6 +186,7 @@ class Rollouts(RolloutPlan):
             reward_sources=self.reward_sources,
             reward_weights=self.reward_weights,
             rollout_func=self._custom_rollout(),
+            agents=self._agents if spec.runs_agent else None,
             vocab_size=None if self._policy is None else self._policy.vocab_size,
             activity=self.activity,
             sampling=SamplingParams(
@@ -163,10 +220,33 @@ class Rollouts(RolloutPlan):
         return lambda prompts: function(prompts, trainer)
 
     def publish(self, version: int) -> None:
-        """Let the sampler serve policy ``version``, which is the trainer's module as it is now."""
+        """Let the sampler serve policy ``version``, which is the trainer's module as it is now.
+
+        Raises:
+            SamplerFailure: it has not taken the weights over within ``weight_sync_timeout``.
+            Exception: what hindered it. The sampler keeps the version that it had.
+        """
         self._version = version
         if self._open is not None and self._open.sampler.policy_version != version:
-            self._open.sampler.update_weights(version, None)
+            self._serve(self._open.sampler, version)
+
+    def _serve(self, sampler: Sampler, version: int) -> None:
+        sampler.update_weights(version, self._tensors_for(sampler))
+
+    def _tensors_for(self, sampler: Sampler) -> Mapping[str, Tensor] | None:
+        """What the sampler is given of the policy: nothing if it reads the trainer's module itself."""
+        if self._policy is None:
+            return None
+        if isinstance(sampler, VLLMSampler) and sampler.takes_adapters:
+            return adapter_weights(self._policy)
+        if self.config.sampler == "local":
+            return module_weights(self._policy) if self._copy is not None else None
+        return policy_weights(self._policy)
+
+    @property
+    def exact_logprobs(self) -> bool:
+        """Whether the log-probs that come with samples are those that training computes; True while none sample."""
+        return self._open is None or self._open.sampler.exact_logprobs
 
     @property
     def sampler(self) -> Sampler:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 
+from envgrad.algorithms.base import Algorithm
 from envgrad.attention import use_envgrad_attention
 from envgrad.config import RolloutConfig
+from envgrad.environments.spec import EnvironmentSpec
 from envgrad.errors import ConfigurationError
 from envgrad.logprobs import check_packed_forward
 from envgrad.packing import PackMode
+from envgrad.rollout.runner import DynamicSampling
 from envgrad.training.clock import planned_steps
+from envgrad.training.producer import BufferedRounds
+from envgrad.training.rounds import InlineRounds, RoundPlan, RoundSource, teaches
 
 logger = logging.getLogger(__name__)
 
@@ -52,3 +60,50 @@ def loop_args(config: RolloutConfig, epoch_length: int | None) -> RolloutConfig:
         mode = {"mode": "max" if args.greater_is_better else "min"}
         args.lr_scheduler_kwargs = mode | dict(config.lr_scheduler_kwargs or {})
     return args
+
+
+def warn_of_chance(specs: Mapping[str, EnvironmentSpec], algorithm: Algorithm) -> None:
+    """Say so where siblings are compared that do not share a task, by the word of their environment.
+
+    Siblings that are forked or copied do share one.
+    """
+    by_chance = [
+        name
+        for name, spec in specs.items()
+        if spec.determinism == "none" and (spec.uses_task_identity or (spec.has_close and not spec.has_fork))
+    ]
+    if by_chance and algorithm.compares_siblings:
+        logger.warning(
+            "%s: determinism is 'none', so siblings of a group may get different tasks, and an advantage is partly "
+            "luck of the draw. baseline='batch' (GRPO, RLOO) compares with all episodes instead.",
+            ", ".join(by_chance),
+        )
+
+
+def dynamic_sampling(config: RolloutConfig, algorithm: Algorithm) -> DynamicSampling | None:
+    """Which groups are replaced, and how often; None: none."""
+    rounds = config.dynamic_rounds()
+    return None if rounds is None else DynamicSampling(teaches=teaches(algorithm), max_rounds=rounds)
+
+
+def round_source(config: RolloutConfig, plan: RoundPlan, rounds_left: Callable[[], int]) -> RoundSource:
+    """Rounds played while the trainer waits, or, where samples may be older than the weights, beside the training."""
+    if not config.staleness:
+        return InlineRounds(plan)
+    return BufferedRounds(
+        plan, max_staleness=config.staleness, inflight=config.inflight_weight_updates, rounds_left=rounds_left
+    )
+
+
+@contextmanager
+def shared_threads(config: RolloutConfig) -> Iterator[None]:
+    """Half of torch's threads for training and half for the sampler, where both compute in this process at once."""
+    before = torch.get_num_threads()
+    share = config.staleness > 0 and config.sampler == "local" and config.device.type == "cpu" and before > 1
+    if share:
+        torch.set_num_threads(before // 2)
+    try:
+        yield
+    finally:
+        if share:
+            torch.set_num_threads(before)

@@ -2,10 +2,10 @@
 
 ::
 
-    tasks --play--> Round --credit--> samples --split--> one optimizer step's samples --pack--> Batch
+    tasks --rounds--> Round --credit--> samples --split--> one optimizer step's samples --pack--> Batch
 
-Consumes the task stream and the policy as it is when the item is asked for; produces one ``StepItem`` per optimizer
-step; waits for the rollouts. ``num_iterations`` passes are made over each round before the next is played.
+Consumes rounds, played inline or beside the training (``rounds``, ``producer``); produces one ``StepItem`` per
+optimizer step; waits for the rollouts. ``num_iterations`` passes are made over each round before the next.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from envgrad.algorithms.base import Algorithm, EpisodeKey, ReferenceLogprobs
 from envgrad.algorithms.demonstrations import Reprompted
-from envgrad.environments.tasks import TaskStream
-from envgrad.errors import TooManyFailures
+from envgrad.environments.sources import State
 from envgrad.packing import Batch, PackMode, pack
 from envgrad.rollout.group import GroupPolicy
-from envgrad.rollout.runner import DynamicSampling, RolloutRunner, Round
+from envgrad.rollout.runner import Round
 from envgrad.training.phases import Laps
 from envgrad.training.prepare import Preparation
+from envgrad.training.rounds import RoundSource
 from envgrad.types import Group, TrainingSample
 
 
@@ -47,25 +47,20 @@ class StepItem:
 
 @dataclass(slots=True, kw_only=True)
 class StepStream:
-    """Yields ``StepItem``s for ever, or until the tasks end. Iterating plays rollouts in the caller's thread."""
+    """Yields ``StepItem``s for ever, or until the tasks end. Iterating waits for rollouts."""
 
-    tasks: TaskStream
-    runner: RolloutRunner
+    rounds: RoundSource
+    """plays rounds, each with the weights of now or of few publishes ago"""
     policy: GroupPolicy
     algorithm: Algorithm
-    episodes_per_round: int
     episodes_per_step: int
     num_iterations: int
     max_tokens: int | None
     pack_mode: PackMode
     prepare: Preparation
     """what a round's batches need before its first update: old and reference log-probs"""
-    publish: Callable[[], None]
-    """called before each round, so that the sampler serves the weights of now"""
-    group_limit: int | None = None
-    """tasks drawn in the whole run, where epochs bound it"""
-    max_dynamic_rounds: int | None = None
-    """how often a round replaces groups that teach nothing; None: never"""
+    preferred_tokens: int | None = None
+    """what ``pack`` gathers groups up to"""
     temperatures: Mapping[str, float] = field(default_factory=dict)
     """environments that are sampled at a temperature of their own"""
     reprompt: Callable[[Sequence[Group], Sequence[TrainingSample]], Reprompted] | None = None
@@ -74,26 +69,32 @@ class StepStream:
     """what the last round's credit told"""
     pending: deque[StepItem] = field(default_factory=deque)
     """what is left of the round that was played last; a checkpoint within a round carries it"""
+    _before: State | None = field(init=False, default=None)
+    """the tasks' position before the round that is waited for"""
 
     def __iter__(self) -> Iterator[StepItem]:
-        while self.pending or self._play_round():
+        while self.fill():
             yield self.pending.popleft()
 
-    def _play_round(self) -> bool:
-        """Fill ``pending`` from a new round; whether there was one."""
+    def fill(self) -> bool:
+        """Wait for a round if none is in hand; False where the tasks have ended."""
+        if self.pending:
+            return True
+        self._before = self.rounds.state_dict()
+        got = self._next_round()
+        self._before = None
+        return got
+
+    def state_dict(self) -> State:
+        """The tasks' position for a checkpoint. A round that is not in hand yet is played anew, all of it."""
+        return self.rounds.state_dict() if self._before is None or self.pending else self._before
+
+    def _next_round(self) -> bool:
+        """Fill ``pending`` from a new round, at once; whether there was one."""
         laps = Laps()
-        self.publish()
-        laps.lap("publish")
-        before = self.tasks.state_dict()
-        try:
-            played = self._play()
-        except TooManyFailures:
-            self.tasks.load_state_dict(before)  # a checkpoint saved now, and resumed, plays this round anew
-            raise
-        self.tasks.observe(played.scored)
+        played = self.rounds.next(laps)
         if not played.groups:
             return False
-        laps.split(played.activity.seconds, rest="idle")
         hot = {group.task.key: self.temperatures.get(group.task.environment) for group in played.groups}
         reference = self._reference_logprobs(played)
         laps.lap("logprobs")
@@ -103,40 +104,21 @@ class StepStream:
             laps.lap("packing")
             batches.append(self.prepare.batch(packed))
             laps.lap("logprobs")
+        items = []
         for iteration in range(self.num_iterations):
             for index, batch in enumerate(batches):
                 first = iteration == index == 0
-                self.pending.append(
+                items.append(
                     StepItem(
                         batch=batch,
                         played=played if first else None,
                         iteration=iteration,
                         seconds=laps.seconds if first else {},
-                        metrics=self.metrics if first else {},
+                        metrics=self.metrics | dict(self.rounds.metrics) if first else {},
                     )
                 )
+        self.pending.extend(items)
         return True
-
-    def _play(self) -> Round:
-        count = self.episodes_per_round // self.policy.num_generations
-        dynamic = None
-        if self.max_dynamic_rounds is not None:
-            dynamic = DynamicSampling(teaches=self._teaches, max_rounds=self.max_dynamic_rounds)
-        if self.group_limit is None:
-            return self.runner.play(self.tasks, count, self.policy, dynamic=dynamic)
-        left = self.group_limit - self.tasks.position
-        if left <= 0:
-            return Round(groups=())
-        return self.runner.play(self.tasks, min(count, left), self.policy, left, dynamic)
-
-    def _teaches(self, group: Group) -> bool:
-        """Whether the algorithm gives an advantage to anything in ``group``: in GRPO, whether its rewards vary.
-
-        Where the credit reads the reference's log-probs, or a teacher is asked later, the rewards decide.
-        """
-        if self.algorithm.credit_reads_reference or self.algorithm.teacher is not None:
-            return len(set(group.scored_rewards)) > 1
-        return any(any(sample.advantages) for sample in self.algorithm.credit([group]))
 
     def _reference_logprobs(self, played: Round) -> ReferenceLogprobs | None:
         """What the credit reads of the reference; None if it reads nothing."""
@@ -168,6 +150,7 @@ class StepStream:
                 [weight if at == temperature else 0.0 for weight, at in zip(weights, own, strict=True)],
                 totals=totals,
                 max_tokens=self.max_tokens,
+                preferred_tokens=self.preferred_tokens,
                 mode=self.pack_mode,
                 skip_zero_advantages=self.algorithm.skips_zero_advantages,
             )

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, set_seed
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput
+from transformers.trainer_utils import IntervalStrategy, TrainOutput
 
 from envgrad.algorithms.base import Algorithm
 from envgrad.config import RolloutConfig, round_size
 from envgrad.config.mixture import own_temperatures
-from envgrad.errors import ConfigurationError, TooManyFailures
+from envgrad.errors import ConfigurationError, SamplerDied, TooManyFailures
 from envgrad.logprobs import install_policy_forward, policy_logprobs
 from envgrad.losses import LossInputs, LossOutputs, Metric, merge_metrics
-from envgrad.packing import MicroBatch
+from envgrad.packing import TOKENS_ON_CPU, MicroBatch
 from envgrad.rollout.runner import Round
 from envgrad.training.checkpoint import load_pending, load_progress
 from envgrad.training.clock import ClockCallback, planned_groups
@@ -44,7 +44,17 @@ from envgrad.training.phases import phase_report, phase_shares, training_flops
 from envgrad.training.prepare import Preparation
 from envgrad.training.reference import REFERENCE_NAME, sync_reference
 from envgrad.training.rollouts import Rollouts
-from envgrad.training.setup import check_attention, loop_args, pack_mode_of
+from envgrad.training.rounds import RoundPlan
+from envgrad.training.setup import (
+    check_attention,
+    dynamic_sampling,
+    loop_args,
+    pack_mode_of,
+    round_source,
+    shared_threads,
+    warn_of_chance,
+)
+from envgrad.training.signals import Terminated
 from envgrad.training.stream import StepItem, StepStream
 from envgrad.training.teacher import Teacher
 
@@ -90,11 +100,13 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         policy = load_policy(model, processing_class, args, peft_config, quantization_config)
         self.algorithm = algorithm
         self.user_args = args
+        self._stream: StepStream | None = None
         self.rollouts = Rollouts(policy, args, inputs, self)
         with contextlib.ExitStack() as undo:
             undo.callback(self.rollouts.close)
             self._tasks = self.rollouts.train_tasks()
             self.algorithm = algorithm.with_reward_weights(self.rollouts.reward_weights.by_name)
+            warn_of_chance(self.rollouts.specs, self.algorithm)
             self._beginning = self.progress_state()
             install_policy_forward(policy.base)
             self.pack_mode = pack_mode_of(policy.base)
@@ -113,7 +125,10 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
                 trainer=self,
                 # Behind Trainer, which puts the model on its device.
                 reference=Reference(policy.model) if needs_reference else None,
-                recompute_old=has_dropout(policy.model) or inexact or inputs.rollout_func is not None,
+                recompute_old=has_dropout(policy.model)
+                or inexact
+                or inputs.rollout_func is not None
+                or args.recompute_old_logprobs,
             )
             self.teacher = self._teacher(policy.model)
             self._sync_reference = sync_reference(args, self.preparation.reference)
@@ -124,12 +139,11 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         self._averages = MetricAverages()
         self._phases = phase_report(policy.base, self.args, self._averages.add)
         self.add_callback(self._phases)
-        self._stream: StepStream | None = None
         self.episode_log = EpisodeLog(Path(args.output_dir) / "episodes") if args.log_episodes else None
         self.completion_log = completion_log(args, self.args.report_to)
         self.last_round: Round | None = None
         self._told_of_nothing = False
-        self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks))
+        self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks, self._unused_tasks))
 
     def _teacher(self, policy: nn.Module) -> Teacher | None:
         """What the algorithm distils from; it follows the training as a callback."""
@@ -151,39 +165,66 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         """``Trainer.train``; environments and sampler are closed on every way out.
 
         Raises:
-            TooManyFailures: too many groups in a row were dropped; a checkpoint is saved first, unless
-                ``save_strategy="no"`` or no step was made.
+            TooManyFailures: too many groups in a row were dropped.
+            SamplerDied: the sampler's process or server is gone.
+            KeyboardInterrupt, Terminated: SIGINT or SIGTERM came (``training.signals``).
+
+        Before one of these a checkpoint is saved, unless ``save_strategy="no"`` or no step was made.
         """
-        with self.rollouts.open():
+        with self.signals, shared_threads(self.user_args), self.rollouts.open():
             try:
                 return super().train(*args, **kwargs)
-            except TooManyFailures:
-                if self.state.global_step and self.args.save_strategy != SaveStrategy.NO:
-                    self._save_checkpoint(self.model, trial=None)
+            except (TooManyFailures, SamplerDied, KeyboardInterrupt, Terminated):
+                self.save_on_the_way_out()
                 raise
+            finally:
+                self.signals.hold()
+                if self._stream is not None:
+                    self._stream.rounds.close()
 
     def get_train_dataloader(self) -> StepStream:
         """The step stream, at the position of the checkpoint that is being resumed, or at the beginning."""
         config = self.user_args
         with self.rollouts.open() as runner:
-            self._stream = StepStream(
+            policy = self.rollouts.train_policy()
+            plan = RoundPlan(
                 tasks=self._tasks,
                 runner=runner,
-                policy=self.rollouts.train_policy(),
+                policy=policy,
+                groups=round_size(config) // policy.num_generations,
+                publish=self._publish,
+                group_limit=planned_groups(config, self._tasks.epoch_length),
+                dynamic=dynamic_sampling(config, self.algorithm),
+            )
+            self._stream = StepStream(
+                rounds=round_source(config, plan, self._rounds_left),
+                policy=policy,
                 algorithm=self.algorithm,
-                episodes_per_round=round_size(config),
                 episodes_per_step=config.episodes_per_step,
                 num_iterations=config.num_iterations,
                 max_tokens=config.max_tokens_per_microbatch,
+                preferred_tokens=TOKENS_ON_CPU if self.args.device.type == "cpu" else None,
                 pack_mode=self.pack_mode,
                 prepare=self.preparation,
-                group_limit=planned_groups(config, self._tasks.epoch_length),
-                max_dynamic_rounds=config.dynamic_rounds(),
                 temperatures=own_temperatures(config),
                 reprompt=None if self.teacher is None else self.teacher.reprompt,
-                publish=lambda: self.rollouts.publish(self.state.global_step),
             )
         return self._stream
+
+    def _publish(self) -> int:
+        version: int = self.state.global_step
+        self.rollouts.publish(version)
+        return version
+
+    def _rounds_left(self) -> int:
+        """Rounds that the steps still to be made need."""
+        config = self.user_args
+        steps = -(-round_size(config) // config.episodes_per_step) * config.num_iterations
+        left: int = self.args.max_steps - self.state.global_step
+        return -(-left // steps)
+
+    def _unused_tasks(self) -> int:
+        return 0 if self._stream is None else self._stream.rounds.unused
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[int, int, int, int, int, int, int]:
         """One epoch of the loop is the whole run: ``max_steps`` items."""
@@ -194,7 +235,12 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[StepItem], None]:
         self._phases.begin()
+        if self._stream is not None:
+            self._stream.fill()
+        self.signals.hold()  # until the step is made, or given back
         item = next(epoch_iterator, None)
+        if item is None:
+            self.signals.release()
         return ([] if item is None else [item]), None
 
     def training_step(self, model: nn.Module, inputs: StepItem, num_items_in_batch: object = None) -> Tensor:
@@ -213,6 +259,9 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         parts: list[Mapping[str, Metric]] = []
         last = len(inputs.batch) - 1
         for index, packed in enumerate(inputs.batch.micro_batches):
+            if self.signals.arrived is not None and self._stream is not None:  # no weight has changed yet
+                self._stream.pending.appendleft(inputs)
+                self.signals.release()
             self.accelerator.gradient_state._set_sync_gradients(index == last)
             outputs = self._forward_loss(model, packed.to(self.args.device))
             self.accelerator.backward(outputs.loss)
@@ -289,7 +338,8 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
 
     def progress_state(self) -> dict[str, Any]:
         """The task stream's position and the algorithm's own state, for a checkpoint."""
-        return {"tasks": self._tasks.state_dict(), "algorithm": self.algorithm.state_dict()}
+        tasks = self._tasks.state_dict() if self._stream is None else self._stream.state_dict()
+        return {"tasks": tasks, "algorithm": self.algorithm.state_dict()}
 
     def pending_steps(self) -> list[StepItem]:
         """What is left of the round in hand, without its episodes, which are in the log."""

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from envgrad.algorithms.base import Algorithm
 from envgrad.algorithms.custom import resolve_algorithm
-from envgrad.config import GRPOConfig, RLOOConfig, RolloutConfig, SDPOConfig
+from envgrad.config import AsyncGRPOConfig, GRPOConfig, RLOOConfig, RolloutConfig, SDPOConfig
+from envgrad.config.async_grpo import configuration_of
 from envgrad.environments.dataset_tasks import Dataset
 from envgrad.errors import ConfigurationError
 from envgrad.training.inputs import EnvironmentFactory, RolloutFunction, UserInputs
@@ -67,10 +68,7 @@ class NamedTrainer(RolloutTrainer):
         algorithm: Algorithm | Callable[..., Any] | None = None,
     ) -> None:
         config = args if args is not None else self.config_class(output_dir=_default_folder(model, self.config_class))
-        if not isinstance(config, self.config_class):
-            raise ConfigurationError(
-                f"args is a {type(config).__name__}; {type(self).__name__} takes a {self.config_class.__name__}"
-            )
+        self._check_config(config)
         super().__init__(
             model,
             config,
@@ -90,6 +88,13 @@ class NamedTrainer(RolloutTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+
+    @classmethod
+    def _check_config(cls, config: RolloutConfig) -> None:
+        if not isinstance(config, cls.config_class):
+            raise ConfigurationError(
+                f"args is a {type(config).__name__}; {cls.__name__} takes a {cls.config_class.__name__}"
+            )
 
 
 class GRPOTrainer(NamedTrainer):
@@ -133,6 +138,86 @@ class SDPOTrainer(NamedTrainer):
     """
 
     config_class = SDPOConfig
+
+
+class AsyncGRPOTrainer(NamedTrainer):
+    """A trainer whose rollouts never wait for training: see ``docs/async.md``. GRPO, or another ``algorithm``.
+
+    Arguments are those of ``NamedTrainer``, in the order of ``trl``'s ``AsyncGRPOTrainer``; what trl's has not comes
+    behind, by name. ``GRPOTrainer`` and its kin train in the same way with ``asynchronous=True`` in their
+    configuration.
+
+    Args:
+        model: As in ``NamedTrainer``.
+        reward_funcs: As in ``NamedTrainer``.
+        args: ``AsyncGRPOConfig``, or the configuration of another algorithm with ``asynchronous=True``.
+        train_dataset: As in ``NamedTrainer``.
+        processing_class: As in ``NamedTrainer``.
+        callbacks: As in ``NamedTrainer``.
+        optimizers: As in ``NamedTrainer``.
+        peft_config: As in ``NamedTrainer``.
+        tools: As in ``NamedTrainer``.
+        environment_factory: As in ``NamedTrainer``.
+        rollout_worker: Not supported: give ``sampler`` in the configuration, or a ``rollout_func``.
+        weight_transfer: Not supported: the sampler takes the weights.
+        algorithm: ``"grpo"``, ``"rloo"``, ``"sdpo"`` with an ``AsyncGRPOConfig``, or the user's own credit or loss.
+        given: ``eval_dataset``, ``reward_processing_classes``, ``quantization_config``, ``rollout_func``.
+
+    Raises:
+        ConfigurationError: anything that cannot work, before the first episode.
+    """
+
+    config_class = AsyncGRPOConfig
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | PeftModel,
+        reward_funcs: Any = None,
+        args: RolloutConfig | None = None,
+        train_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        peft_config: PeftConfig | None = None,
+        tools: Sequence[Callable[..., object]] | None = None,
+        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        rollout_worker: None = None,
+        weight_transfer: None = None,
+        *,
+        algorithm: str | Algorithm | Callable[..., Any] | None = None,
+        **given: Any,
+    ) -> None:
+        for name, value, instead in (
+            ("rollout_worker", rollout_worker, "choose who samples with `sampler` in args, or pass a rollout_func"),
+            ("weight_transfer", weight_transfer, "the sampler of args.sampler takes the weights; remove it"),
+        ):
+            if value is not None:
+                raise ConfigurationError(f"{name}={value!r} cannot act in envgrad: {instead}")
+        config = args or self.config_class(output_dir=_default_folder(model, self.config_class))
+        if isinstance(algorithm, str):
+            config, algorithm = _for_algorithm(config, algorithm), None
+        super().__init__(
+            model, reward_funcs, config, train_dataset,
+            processing_class=processing_class, callbacks=callbacks, optimizers=optimizers, peft_config=peft_config,
+            tools=tools, environment_factory=environment_factory, algorithm=algorithm, **given,
+        )  # fmt: skip
+
+    @classmethod
+    def _check_config(cls, config: RolloutConfig) -> None:
+        if not config.asynchronous:
+            raise ConfigurationError(
+                f"args is a {type(config).__name__} with asynchronous=False; {cls.__name__} takes an AsyncGRPOConfig, "
+                "or another configuration with asynchronous=True"
+            )
+
+
+def _for_algorithm(config: RolloutConfig, name: str) -> RolloutConfig:
+    if isinstance(config, AsyncGRPOConfig):
+        return configuration_of(config, name)
+    own = type(config).__name__.removesuffix("Config").lower()
+    if own != name:
+        raise ConfigurationError(f"algorithm={name!r}, and args is a {type(config).__name__}; give one or the other")
+    return config
 
 
 def _default_folder(model: object, config: type[RolloutConfig]) -> str:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from envgrad.algorithms.credit import component_rewards, group_rewards, training_sample, turn_rewards, turn_sample
+from envgrad.algorithms.credit import component_rewards, group_rewards, training_sample, turn_rewards, turn_samples
 from helpers.episodes import episode, group_of
 
 
@@ -50,8 +50,9 @@ def test_the_rounding_of_a_sum_is_no_reward() -> None:
 def test_samples_carry_credit_on_sampled_tokens_only() -> None:
     played = episode(0, 0, 1.0, turns=(None, None))
     assert training_sample(played, 2.0).advantages == (0, 0, 0, 0, 2, 2, 0, 2, 2, 0)
-    assert turn_sample(played, [3.0, -1.0]).advantages == (0, 0, 0, 0, 3, 3, 0, -1, -1, 0)
+    (by_turn,) = turn_samples(played, [3.0, -1.0])
+    assert by_turn.advantages == (0, 0, 0, 0, 3, 3, 0, -1, -1, 0)
     sample = training_sample(played, 2.0, ref_logprobs=(-1.0, -2.0, -3.0, -4.0))
     assert sample.ref_logprobs == (0, 0, 0, 0, -1, -2, 0, -3, -4, 0)
     with pytest.raises(ValueError, match="shorter"):
-        turn_sample(played, [3.0])
+        turn_samples(played, [3.0])

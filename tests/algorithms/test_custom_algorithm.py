@@ -210,7 +210,7 @@ def test_what_is_not_given_is_the_configurations() -> None:
             "scale_rewards='none' cannot act beside the advantages of",
         ),
         (GRPO, GRPO(), r"algorithm=GRPO is a class; pass an instance: GRPO\("),
-        (3, GRPO(), "algorithm=3 is neither a loss function nor an Algorithm, which has after_step, credit"),
+        (3, GRPO(), "algorithm=3 is neither a loss function nor an Algorithm, which has after_step, compares_siblings"),
         ("dapo", GRPO(), "algorithm='dapo' is neither"),
     ],
 )  # fmt: skip

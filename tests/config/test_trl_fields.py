@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from transformers import TrainingArguments
 
-from envgrad.config import REFUSED, GRPOConfig, RLOOConfig, RolloutConfig, SDPOConfig
+from envgrad.config import REFUSED, AsyncGRPOConfig, GRPOConfig, RLOOConfig, RolloutConfig, SDPOConfig
 from envgrad.config.trl_fields import TRL_DEFAULTS, TRL_NOTES, TRL_REFUSED, TRL_RENAMED, trl_field, trl_fields
 from envgrad.errors import ConfigurationError
 
@@ -15,6 +15,7 @@ CONFIGS: dict[str, type[RolloutConfig]] = {
     "GRPOConfig": GRPOConfig,
     "RLOOConfig": RLOOConfig,
     "SDPOConfig": SDPOConfig,
+    "AsyncGRPOConfig": AsyncGRPOConfig,
 }
 
 OTHER_VALUES = {
@@ -28,17 +29,10 @@ OTHER_VALUES = {
     "transformers_continuous_batching_config": {"block_size": 32},
     "use_transformers_continuous_batching": True,
     "use_transformers_paged": True,
-    "use_vllm": True,
     "vllm_enable_sleep_mode": True,
     "vllm_gpu_memory_utilization": 0.5,
-    "vllm_group_port": 1,
     "vllm_max_model_length": 100,
-    "vllm_mode": "server",
     "vllm_model_impl": "transformers",
-    "vllm_server_base_url": "http://localhost:8000",
-    "vllm_server_host": "localhost",
-    "vllm_server_port": 1,
-    "vllm_server_timeout": 1.0,
     "vllm_structured_outputs_regex": "a+",
     "vllm_tensor_parallel_size": 2,
 }
@@ -64,7 +58,8 @@ def test_every_field_of_trl_is_a_field_here(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_and_defaults_are_those_of_trl_where_it_is_installed(name):
     trl = pytest.importorskip("trl")
-    theirs = pytest.importorskip("trl.experimental.sdpo").SDPOConfig if name == "SDPOConfig" else getattr(trl, name)
+    experimental = {"SDPOConfig": "trl.experimental.sdpo", "AsyncGRPOConfig": "trl.experimental.async_grpo"}
+    theirs = getattr(pytest.importorskip(experimental[name]) if name in experimental else trl, name)
     plain = {f.name: repr(f.default) for f in fields(TrainingArguments)}
     own = {
         f.name: f.default
@@ -84,7 +79,7 @@ def test_a_field_that_cannot_act_is_refused_with_the_fix(tmp_path, name):
         make(tmp_path, **{name: OTHER_VALUES[name]})
     message = str(caught.value)
     assert message.startswith(f"{name}={OTHER_VALUES[name]!r}") and TRL_REFUSED[name] in message
-    assert any(word in message for word in ("remove", "set", "upload", "score", "leave"))
+    assert any(word in message for word in ("remove", "set", "upload", "score", "leave", "give"))
 
 
 def test_the_table_knows_each_field_once_and_says_what_becomes_of_it():

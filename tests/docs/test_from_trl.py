@@ -38,7 +38,7 @@ def test_code_runs(number, tmp_path, monkeypatch, capsys):
     code = BLOCKS[number].replace('"Qwen/Qwen3-0.6B"', '"starter"').replace("max_steps=100", short)
     exec(compile(code, f"from_trl.md block {number}", "exec"), {"__name__": "page"})
     if "use_vllm" in code:
-        assert "use_vllm=True is an option of trl that cannot act" in capsys.readouterr().out
+        assert "use_vllm=True with vllm_mode='colocate' cannot act" in capsys.readouterr().out
 
 
 def test_names_that_the_page_offers_can_be_imported():

@@ -11,7 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["data_and_rewards", "algorithms", "group_starts"])
+@pytest.mark.parametrize("name", ["data_and_rewards", "algorithms", "group_starts", "async"])
 def test_every_block_of_the_page_runs(name: str) -> None:
     page = DOCS / f"{name}.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)

@@ -12,6 +12,8 @@ def test_reserved_names_are_the_protocols_members():
         "step",
         "get_reward",
         "group_reward",
+        "read_chat",
+        "run_agent",
         "get_feedback",
         "close",
         "fork",

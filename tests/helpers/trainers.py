@@ -14,7 +14,7 @@ from envgrad.sampling.scripted import ScriptedSampler
 from envgrad.training import rollouts
 from helpers.models import tiny_llama, tokenizer_of
 
-NAMES = ("GRPO", "RLOO", "SDPO")
+NAMES = ("GRPO", "RLOO", "SDPO", "AsyncGRPO")
 """algorithms with a trainer and a configuration each"""
 
 
@@ -30,6 +30,8 @@ class Kind:
             "max_completion_length": 256, "learning_rate": 0.05, "lr_scheduler_type": "constant", "logging_steps": 1,
             "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
         }  # fmt: skip
+        if self.name == "AsyncGRPO" and changes.get("deterministic"):
+            options["max_staleness"] = 0  # with more, the clock decides
         return getattr(envgrad, f"{self.name}Config")(**(options | changes))
 
     def make(self, folder: Path, model: object = None, **given: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from envgrad.agents.host import LoopbackHost
 from envgrad.chat.renderer import ChatRenderer
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import inspect_environment
@@ -67,6 +68,7 @@ def world(
             sampling=SamplingParams(max_tokens=1, stop_token_ids=RENDERER.stop_token_ids),
             limits=replace(limits, **changes),  # type: ignore[arg-type]
             workers=workers,
+            agents=LoopbackHost() if spec.runs_agent else None,
         )
         pools[name] = InstancePool(spec, probe, limit=256, workers=workers, close_timeout=2.0)
     runner = RolloutRunner(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -88,3 +88,41 @@ def test_a_failure_of_it_is_the_environments_and_is_retried() -> None:
 
     assert played(Number).failures == {"environment": 2}
     assert played(Slow, reward_timeout=0.05).failures == {"reward_timeout": 2}
+
+
+class Listener(Counter):
+    heard: ClassVar[list[list[dict[str, Any]]]] = []
+
+    def read_chat(self, messages: list[dict[str, Any]]) -> None:
+        self.last = messages[-1]["content"]
+        type(self).heard.append(messages)
+
+    def get_reward(self) -> float:
+        return float(len(self.last))
+
+
+class AwaitedListener(Listener):
+    async def read_chat(self, messages: list[dict[str, Any]]) -> None:
+        self.last = "?" * len(messages)
+        messages.clear()
+
+
+class DeafListener(Listener):
+    def read_chat(self, messages: list[dict[str, Any]]) -> None:
+        raise ValueError("no ears")
+
+
+def test_an_environment_that_reads_the_chat_has_it_whole_before_it_scores() -> None:
+    Listener.heard.clear()
+    (group,) = played(Listener).groups  # type: ignore[arg-type]
+    roles = [[message["role"] for message in chat] for chat in Listener.heard]
+    assert roles == [["user", "assistant", "tool", "assistant"]] * 2
+    assert [episode.reward for episode in group.episodes] == [4.0, 4.0]  # "done"
+    (group,) = played(AwaitedListener).groups  # type: ignore[arg-type]
+    assert [episode.reward for episode in group.episodes] == [4.0, 4.0]
+    assert [len(episode.messages) for episode in group.episodes] == [4, 4]  # it was a copy
+
+
+def test_an_environment_that_cannot_read_the_chat_has_failed() -> None:
+    result = played(DeafListener)  # type: ignore[arg-type]
+    assert not result.groups and result.failures == {"environment": 2}

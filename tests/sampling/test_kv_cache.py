@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from envgrad.attention import AttentionCall
-from envgrad.sampling.kv_cache import DecodeLayout, KVCache, StepRow
+from envgrad.sampling.decode_layout import DecodeLayout
+from envgrad.sampling.kv_cache import KVCache, StepRow
+from envgrad.sampling.requests import SharedPrefix
 
 CPU = torch.device("cpu")
 
@@ -79,17 +81,62 @@ def test_a_decoding_layout_advances_as_if_built_anew() -> None:
     for cache in caches:
         first = DecodeLayout(cache, [StepRow(0, 0, 4), StepRow(2, 0, 1), StepRow(3, 0, 6)], CPU)
         first.attend(call, torch.zeros(1, 4, 11, 8), past[:, :, :11], past[:, :, :11])
-        assert first.follows is None
+        assert not first.followed_by(rows, [None] * 3)
     layout = DecodeLayout(caches[0], rows, CPU)
     for step in range(4):
         q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
         now = [StepRow(slot, start + step, 1) for slot, start, _ in rows]
         if step:
-            assert layout.follows == now
+            assert layout.followed_by(now, [None] * 3) and not layout.followed_by(now[:2], [None] * 2)
             layout.advance()
         anew = DecodeLayout(caches[1], now, CPU)
         assert torch.equal(layout.positions, anew.positions)
         assert torch.equal(layout.attend(call, q, k, v), anew.attend(call, q, k, v))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (4, 1)])
+def test_siblings_that_attend_to_their_prompts_together_attend_as_each_alone(
+    heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three families with prompts of different lengths, a row that shares nothing, and one that is still prefilling;
+    slots with holes between them, gathered and in a span; the cache grows in the middle."""
+    monkeypatch.setattr("envgrad.sampling.decode_layout._WORTH_SPLITTING", 1)
+    torch.manual_seed(0)
+    prompts = {1: 9, 2: 14, 3: 5}
+    call = AttentionCall(layer=0, scaling=0.4, dropout=0.0, window=None)
+    for slots in ([3, 4, 5, 7, 8, 9, 10, 12], [0, 31, 8, 3, 20, 9, 28, 1]):
+        family = [1, 2, 1, 3, 3, 2, 2, 0]
+        heads_of = {number: torch.randn(3, heads, length, 8) for number, length in prompts.items()}
+        rows = [torch.cat((heads_of[one], torch.randn(3, heads, 8, 8)), 2) if one else torch.randn(3, heads, 20, 8)
+                for one in family]  # fmt: skip
+        start = [prompts[one] + index % 3 if one else 4 for index, one in enumerate(family)]
+        cache = KVCache()
+        cache.resize(32, 24)
+        filled = [StepRow(slot, 0, at) for slot, at in zip(slots, start, strict=True)]
+        q, k, v = (torch.cat([row[part, :, :at] for row, at in zip(rows, start, strict=True)], 1) for part in range(3))
+        DecodeLayout(cache, filled, CPU).attend(call, q[None], k[None, :kv_heads], v[None, :kv_heads])
+        shares = [SharedPrefix(one, prompts[one]) if one else None for one in family]
+        layout: DecodeLayout | None = None
+        for step in range(4):
+            if step == 2:
+                cache.resize(32, 40)
+            now = [StepRow(slot, at + step, 1) for slot, at in zip(slots, start, strict=True)]
+            if layout is not None and layout.followed_by(now, shares):
+                layout.advance()
+            else:
+                assert layout is None
+                layout = DecodeLayout(cache, now, CPU, shares)
+            q, k, v = (
+                torch.stack([row[part, :, at + step] for row, at in zip(rows, start, strict=True)], 1)
+                for part in range(3)
+            )
+            out = layout.attend(call, q[None], k[None, :kv_heads], v[None, :kv_heads])
+            halves = [bucket.shared for bucket in layout._buckets(True)]
+            assert halves[0] is not None and [one.length for one in halves[0].prefixes] == [9, 14, 5]
+            for index, row in enumerate(rows):
+                seen = row[:, :, : start[index] + step + 1]
+                want = plain(seen[0], seen[1, :kv_heads], seen[2, :kv_heads], None, 0.4)[-1]
+                assert torch.allclose(out[0, index].double(), want, atol=1e-5)
 
 
 def test_copied_rows_go_on_as_their_source() -> None:

@@ -14,12 +14,16 @@ def test_averages_decide_who_is_expected() -> None:
     assert turnaround.patience == pytest.approx(0.5, rel=1e-3)
     turnaround.left("a", 1000.0)
     turnaround.left("b", 1000.2)
-    assert set(turnaround.expected(1000.4)) == {"a", "b"}
-    assert turnaround.expected(1000.6) == {"b": pytest.approx(1000.7, abs=1e-3)}
-    turnaround.heard("end", "b", 1000.6)
+    # a step is taken for 5 ms: nobody is due yet, then a, then nobody, then b
+    assert turnaround.expected(1000.2) == {}
+    assert turnaround.expected(1000.246) == {"a": pytest.approx(1000.255, abs=1e-3)}
+    assert turnaround.expected(1000.26) == {}
+    assert turnaround.expected(1000.453) == {"b": pytest.approx(1000.455, abs=1e-3)}
+    turnaround.heard("end", "b", 1000.453)
     assert turnaround.outside.keys() == {"a"}
     # the time until a first request is its own average
     turnaround.heard("begin", "c", 1000.6)
+    assert turnaround.expected(1000.6) == {"c": pytest.approx(1000.602)}
     assert "c" not in turnaround.expected(1000.7)
 
 

@@ -95,7 +95,7 @@ def test_experts_are_not_guessed():
 def test_the_count_is_what_torch_counts():
     """Of products of weights; norms, which are in ``N``, are a few in a thousand here."""
     model = tiny_llama(hidden_size=64, intermediate_size=128)
-    install_policy_forward(model)
+    install_policy_forward(model).chooses_rows = False  # the count is of every layer for every token
     packed = pack([sample((4, 5, 6, 7, 8)), sample((7, 8))], [1.0, 1.0]).micro_batches[0]
     cost, work = ModelCost.of(model), Work.of_packed(packed)
     with FlopCounterMode(display=False) as counter:

@@ -5,6 +5,7 @@ import torch
 
 from envgrad.algorithms.grpo import GRPO
 from envgrad.rollout.group import GroupPolicy
+from envgrad.training.rounds import teaches
 from envgrad.training.stream import StepStream, split_round
 from envgrad.types import Episode, Group, StopReason, Task
 
@@ -25,9 +26,8 @@ def group_of(position, rewards, environment="a", parts=None):
 
 def stream_of(algorithm, temperatures=None):
     return StepStream(
-        tasks=None, runner=None, policy=GroupPolicy(num_generations=2), algorithm=algorithm, episodes_per_round=4,
-        episodes_per_step=4, num_iterations=1, max_tokens=None, pack_mode="shared", prepare=None, publish=None,
-        temperatures=temperatures or {},
+        rounds=None, policy=GroupPolicy(num_generations=2), algorithm=algorithm, episodes_per_step=4,
+        num_iterations=1, max_tokens=None, pack_mode="shared", prepare=None, temperatures=temperatures or {},
     )  # fmt: skip
 
 
@@ -52,9 +52,8 @@ class TestSplit:
 
 class TestTeaches:
     def test_equal_rewards_teach_nothing(self):
-        stream = stream_of(GRPO())
-        assert stream._teaches(group_of(0, [0.5, 1.0]))
-        assert not stream._teaches(group_of(0, [0.5, 0.5, None]))
+        decide = teaches(GRPO())
+        assert decide(group_of(0, [0.5, 1.0])) and not decide(group_of(0, [0.5, 0.5, None]))
 
     def test_where_the_reference_is_read_rewards_decide(self):
         class ReadsReference(GRPO):
@@ -63,8 +62,8 @@ class TestTeaches:
             def credit(self, groups, reference=None):
                 raise AssertionError("there are no log-probs of the reference yet")
 
-        stream = stream_of(ReadsReference())
-        assert stream._teaches(group_of(0, [0.5, 1.0])) and not stream._teaches(group_of(0, [1.0, 1.0, None]))
+        decide = teaches(ReadsReference())
+        assert decide(group_of(0, [0.5, 1.0])) and not decide(group_of(0, [1.0, 1.0, None]))
 
     def test_beside_a_teacher_rewards_decide(self):
         class Taught(GRPO):
@@ -73,16 +72,16 @@ class TestTeaches:
             def credit(self, groups, reference=None):
                 raise AssertionError("what the teacher will say is not known yet")
 
-        assert stream_of(Taught())._teaches(group_of(0, [0.5, 1.0]))
-        assert not stream_of(Taught())._teaches(group_of(0, [1.0, 1.0]))
+        assert teaches(Taught())(group_of(0, [0.5, 1.0]))
+        assert not teaches(Taught())(group_of(0, [1.0, 1.0]))
 
     def test_the_algorithm_decides_not_the_sum(self):
         """Components that differ and add up to the same teach an algorithm that compares each of them."""
         parts = [{"x": 1.0, "y": 0.0}, {"x": 1.0, "y": 0.0}, {"x": 0.0, "y": 1.0}]
         group = group_of(0, [1.0, 1.0, 1.0], parts=parts)
-        assert not stream_of(GRPO())._teaches(group)
+        assert not teaches(GRPO())(group)
         weighted = GRPO(multi_objective_aggregation="normalize_then_sum", reward_weights={"x": 2.0})
-        assert stream_of(weighted)._teaches(group)
+        assert teaches(weighted)(group)
 
 
 class TestTemperatures:

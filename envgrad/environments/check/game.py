@@ -21,6 +21,7 @@ from envgrad.environments.check.report import Level, Rule
 from envgrad.environments.isolation import Stream, use
 from envgrad.environments.members import StepResult, ToolResult
 from envgrad.environments.results import Reward, opening_messages, read_reward, read_step
+from envgrad.environments.spec import copied
 from envgrad.environments.start import StartFingerprint, fingerprint
 from envgrad.environments.tools import ToolSpec, check_arguments, find_tool, result_text
 from envgrad.errors import (
@@ -70,6 +71,8 @@ class Game:
     stream: Stream | None = None
     """its own generators in place of the process's"""
     events: list[Event] = field(default_factory=list)
+    chat: list[Message] = field(default_factory=list)
+    """what came after the opening"""
     over: bool = False
 
     @classmethod
@@ -136,6 +139,7 @@ class Game:
             return
         with use(self.stream):
             event = await self._event(action)
+        self._note_chat(action, event)
         self.events.append(replace(event, observation=_ADDRESS.sub("0x...", event.observation)))
         self.over = event.done
 
@@ -145,6 +149,18 @@ class Game:
         if self.bench.spec.step_protocol:
             return await self._step(action)
         return Event(action=f"answer {action.text[:40]!r}", observation="", reward=None, done=True)
+
+    def _note_chat(self, action: Action, event: Event) -> None:
+        if isinstance(action, Say):
+            self.chat.append({"role": "assistant", "content": action.text})
+            answers = [{"role": "user", "content": event.observation}] if self.bench.spec.step_protocol else []
+        else:
+            call = {"id": f"call_{len(self.events)}", "type": "function"}
+            function = {"name": action.name, "arguments": dict(action.arguments)}
+            self.chat.append({"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]})
+            known = {"role": "tool", "tool_call_id": call["id"], "name": action.name}
+            answers = [{**known, "content": event.observation}]
+        self.chat.extend(answers)
 
     async def play(self, actions: Sequence[Action]) -> Trajectory:
         """Play a script to its end, and score."""
@@ -159,6 +175,10 @@ class Game:
             CallFailed: ``get_reward`` raised.
         """
         reward: Reward = None
+        if self.bench.spec.has_read_chat:
+            chat = [*self.messages, *self.chat]
+            with use(self.stream):
+                await self.bench.value("read_chat", method_of(self.instance, "read_chat"), copied(chat))
         if self.bench.spec.has_get_reward:
             with use(self.stream):
                 value = await self.bench.value("get_reward", method_of(self.instance, "get_reward"))

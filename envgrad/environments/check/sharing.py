@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from envgrad.environments.check.bench import LIBRARIES, Bench
 from envgrad.environments.check.game import Game
 from envgrad.environments.check.plan import Plan, play_fresh, shown
 from envgrad.environments.check.report import Level, Rule
+from envgrad.environments.check.stand_in import with_stand_in
 from envgrad.environments.isolation import detect_global_draws
 from envgrad.environments.start import compare_starts
 from envgrad.environments.state_walk import Snapshot, Walker, first_difference
@@ -162,5 +164,5 @@ async def _start(bench: Bench, task: Task) -> None:
     await bench.close(instance)
 
 
-def _apart(play: Coroutine[object, object, object]) -> object:
-    return asyncio.run(play)
+def _apart(play: Coroutine[Any, Any, object]) -> object:
+    return asyncio.run(with_stand_in(play))

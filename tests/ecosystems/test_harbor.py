@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import time
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_a_right_file_earns_one_and_a_wrong_one_nothing(tmp_path):
     assert play(instance.reset(task_index=0, split="eval")).endswith("(sum-02)\n")
     instance.close()
     tasks, held = write_tasks(tmp_path / "tasks", 3), write_task(tmp_path / "held", "held")
-    instance = HarborEnvironment(tasks, eval_tasks=[held])()
+    instance = pickle.loads(pickle.dumps(HarborEnvironment(tasks, eval_tasks=[held])))()
     assert (instance.num_tasks("train"), instance.num_tasks("eval")) == (3, 1)
     assert play(instance.reset(task_index=1)).startswith("Write the sum of /app/data/numbers.txt")
     texts, reward = play(episode(instance, "pwd; cat data/numbers.txt; whoami", "echo 4 > answer.txt", index=1))

@@ -79,4 +79,5 @@ def main():
     print(asyncio.run(play_async()) if mode == "async" else play(stream=mode == "stream"))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import transformers
 import envgrad
 import envgrad.training.trainers
 from envgrad.environments.contract import StepResult
+from envgrad.training import stream
 from helpers.models import Letters, flat, tiny_llama, tokenizer_of
 
 
@@ -197,7 +198,7 @@ def interrupted(folder: Path, place: str, algorithm: str = "GRPO") -> None:
     elif place == "optimizer":
         _interrupt_in(trainer, "_clip_grad_norm", call=_first_of_step(trainer, 3))
     elif place == "credit":
-        _interrupt_in(trainer.preparation, "batch", call=lambda: trainer.state.global_step == 2)
+        _interrupt_in(stream, "split_round", call=_first_of_step(trainer, 2))
     try:
         trainer.train()
     except KeyboardInterrupt:
@@ -214,15 +215,12 @@ def _interrupting(place: str) -> type:
         def reset(self, seed: int) -> str:
             Interrupts.resets += 1
             if place == "rollout" and Interrupts.resets == 11:
-                signal.raise_signal(signal.SIGINT) if _in_main() else os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.2)
             return super().reset(seed)
 
+    Interrupts.__name__ = Letters.__name__  # tasks are drawn by it
     return Interrupts
-
-
-def _in_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _interrupt_in(owner: Any, name: str, call: Any) -> None:
@@ -234,7 +232,7 @@ def _interrupt_in(owner: Any, name: str, call: Any) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **kwargs)
 
-    object.__setattr__(owner, name, interrupt)
+    setattr(owner, name, interrupt)
 
 
 def _first_of_step(trainer: Any, step: int) -> Any:

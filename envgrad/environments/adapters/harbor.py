@@ -7,7 +7,6 @@ import importlib.util
 import math
 import os
 import shlex
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -199,18 +198,7 @@ _ending: set[Any] = set()
 """asyncio keeps no task alive by itself"""
 
 
-class _Found:
-    """The tasks, once looked up, shared by all instances; a pickle of it looks anew."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.rules: _Rules | None = None
-
-    def __reduce__(self) -> tuple[type[_Found], tuple[()]]:
-        return _Found, ()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HarborEnvironment:
     """An ``environment_factory`` that plays tasks of Harbor.
 
@@ -236,8 +224,8 @@ class HarborEnvironment:
         determinism: what decides an episode beside the actions; ``check_environment`` probes it.
 
     Raises:
-        ConfigurationError: an option that cannot work; harbor is not installed. When called: there are no such tasks,
-            one of them cannot be played on this backend, or the backend cannot work here.
+        ConfigurationError: an option that cannot work; harbor is not installed; there are no such tasks, one of them
+            cannot be played on this backend, or the backend cannot work here.
 
     Example:
         >>> HarborEnvironment("tasks", tool_seconds=0)
@@ -249,14 +237,14 @@ class HarborEnvironment:
     _: KW_ONLY
     eval_tasks: Places | None = None
     backend: str = "bubblewrap"
-    backend_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
     registry: str | None = None
     reward: str | None = None
-    verifier: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    tool_seconds: int = 60
+    verifier: Mapping[str, Any] = field(default_factory=dict)
+    tool_seconds: int = 20
     output_chars: int = 10_000
     determinism: Determinism = "task"
-    _found: _Found = field(default_factory=_Found, init=False, repr=False, compare=False)
+    _rules: _Rules = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for option in ("tool_seconds", "output_chars"):
@@ -274,6 +262,7 @@ class HarborEnvironment:
                 "From an older Python, play it in another one: OtherPython('.venv-harbor/bin/python', "
                 "'envgrad.environments.adapters.harbor:HarborEnvironment', {'tasks': ...})"
             )
+        object.__setattr__(self, "_rules", self._look())
 
     @property
     def __name__(self) -> str:
@@ -281,10 +270,7 @@ class HarborEnvironment:
         return "HarborEnvironment"
 
     def __call__(self) -> HarborInstance:
-        with self._found.lock:
-            if self._found.rules is None:
-                self._found.rules = self._look()
-        return HarborInstance(self._found.rules)
+        return HarborInstance(self._rules)
 
     def _look(self) -> _Rules:
         backend = find_backend(self.backend, self.backend_options)

@@ -14,10 +14,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from envgrad.environments.adapters.background import run_in_background
+from envgrad.environments.boundary import Ok, Raised
+from envgrad.environments.closing import call_all_now
 from envgrad.errors import ConfigurationError, EnvironmentFailure, first_line
 
 if TYPE_CHECKING:
@@ -40,10 +42,12 @@ class Backend:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """
+        """Load what trials need, and ask the backend whether it can work.
+
         Raises:
             ConfigurationError: there is no such backend, or it cannot work here.
         """
+        # Trials need this: loaded here once, it is there in processes that are forked for instances.
         from harbor.environments.factory import EnvironmentFactory
         from harbor.models.environment_type import EnvironmentType
 
@@ -89,10 +93,11 @@ def task_folders(place: str, registry: str | None) -> list[Path]:
             f"tasks={place!r}: there is no such folder; a dataset of Harbor's registry is written 'name@version'"
         )
     else:
-        try:
-            found = run_in_background(_download(place, registry), timeout=DOWNLOAD_SECONDS)
-        except (OSError, ValueError, RuntimeError, KeyError, LookupError) as error:
-            raise ConfigurationError(f"tasks={place!r} cannot be had from the registry: {first_line(error)}") from error
+        (outcome,) = call_all_now([partial(_download, place, registry)], timeout=DOWNLOAD_SECONDS)
+        if not isinstance(outcome, Ok):
+            why = first_line(outcome.error) if isinstance(outcome, Raised) else "it took too long"
+            raise ConfigurationError(f"tasks={place!r} cannot be had from the registry: {why}")
+        found = cast(list[Path], outcome.value)
     if not found:
         raise ConfigurationError(f"tasks={place!r} has no task: no folder in it has a task.toml")
     return [entry.resolve() for entry in found]

@@ -47,6 +47,10 @@ def find_factory(target: str, arguments: Mapping[str, Any]) -> Callable[[], obje
         if not hasattr(found, part):
             raise ConfigurationError(f"{target!r}: {module} has no {name!r}")
         found = getattr(found, part)
+    if isinstance(found, type) and callable(found) and "__call__" in dir(found) and not hasattr(found, "reset"):
+        # A factory of environments with options, as the adapters are: made once, here, and called for each instance.
+        maker: Callable[[], object] = found(**arguments)
+        return maker
     return functools.partial(found, **arguments) if arguments else found
 
 

@@ -137,8 +137,8 @@ class _Server:
 
     async def run(self, frames: list[Frame]) -> None:
         loop = asyncio.get_running_loop()
-        for frame in frames:
-            self._frames.put_nowait(frame)
+        for early in frames:
+            self._frames.put_nowait(early)
         loop.add_reader(self._socket.fileno(), self._receive)
         self._send(Frame(kind="ready", data={"sampler": type(self._sampler).__name__}))
         beat = asyncio.create_task(self._beat())

@@ -129,7 +129,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 def _parts(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    data = memoryview(flat.numpy())
+    data = flat.numpy().data
     for start in range(0, len(data), _CHUNK):
         yield data[start : start + _CHUNK]
 

@@ -83,7 +83,9 @@ class ProcessSampler:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32))
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=1)
+        >>> model = LlamaForCausalLM(config)
         >>> sampler = ProcessSampler(model, max_sessions=4, max_context=64)  # doctest: +SKIP
         >>> sampler.update_weights(1, model.state_dict())  # doctest: +SKIP
         >>> sampler.close()  # doctest: +SKIP

@@ -187,14 +187,13 @@ def interrupted(folder: Path, place: str, algorithm: str = "GRPO") -> None:
     """Two steps a round, six in all; SIGINT comes at a place of the fourth, and what was saved is resumed."""
     options: dict[str, Any] = {
         "per_device_train_batch_size": 4, "steps_per_generation": 2, "deterministic": True,
-        "max_tokens_per_microbatch": 24,
     }  # fmt: skip
     whole = _trainer(folder / "whole", Letters, algorithm, **options)
     whole.train()
     whole.close()
     trainer = _trainer(folder / "cut", _interrupting(place), algorithm, **options)
     if place == "micro-batch":
-        _interrupt_in(trainer, "_forward_loss", call=_second_of_step(trainer, 3))
+        _interrupt_in(trainer.model, "train", call=_first_of_step(trainer, 3))  # right before the first of them
     elif place == "optimizer":
         _interrupt_in(trainer, "_clip_grad_norm", call=_first_of_step(trainer, 3))
     elif place == "credit":
@@ -237,14 +236,3 @@ def _interrupt_in(owner: Any, name: str, call: Any) -> None:
 
 def _first_of_step(trainer: Any, step: int) -> Any:
     return lambda: trainer.state.global_step == step
-
-
-def _second_of_step(trainer: Any, step: int) -> Any:
-    calls = []
-
-    def second() -> bool:
-        if trainer.state.global_step == step:
-            calls.append(1)
-        return len(calls) == 2
-
-    return second

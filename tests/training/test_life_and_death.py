@@ -52,6 +52,16 @@ def test_a_failing_reward_ends_the_run_with_its_error(zygote: Zygote, tmp_path: 
     assert checkpoints(tmp_path) == ["checkpoint-2"] and "closed" in run.stdout
 
 
+def test_failures_beside_training_end_an_asynchronous_run_with_their_error(zygote: Zygote, tmp_path: Path) -> None:
+    for scenario, error in (("environment_fails", "OSError: the simulator burnt down"),
+                            ("reward_fails", "ZeroDivisionError: nobody to judge")):  # fmt: skip
+        (tmp_path / scenario).mkdir()
+        code, run = zygote.run(scenario, tmp_path / scenario, "AsyncGRPO")
+        assert code == 1
+        assert error in run.stderr and "TooManyFailures" in run.stderr.splitlines()[-1]
+        assert "closed" in run.stdout
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_dying_sampler_thread_ends_the_run_with_its_error(zygote: Zygote, tmp_path: Path, algorithm: str) -> None:
     code, run = zygote.run("sampler_thread_dies", tmp_path, algorithm)
@@ -120,6 +130,16 @@ def test_an_interrupt_saves_closes_and_goes_on_as_one(zygote: Zygote, tmp_path: 
     assert run.finish() in (1, -signal.SIGINT), run.stderr  # Python's own code for an uncaught KeyboardInterrupt
     assert run.stderr.rstrip().endswith("KeyboardInterrupt") and "SIGINT: saving and closing" in run.stderr
     assert checkpoints(tmp_path) == ["checkpoint-2"] and "closed" in run.stdout
+
+
+def test_an_interrupt_of_an_asynchronous_run_saves_and_closes_too(zygote: Zygote, tmp_path: Path) -> None:
+    run = zygote.start("waits", tmp_path, "AsyncGRPO")
+    run.wait_for("waiting")
+    time.sleep(1.0)  # the trainer takes what is there, and waits
+    run.kill(signal.SIGINT)
+    assert run.finish() in (1, -signal.SIGINT), run.stderr
+    assert run.stderr.rstrip().endswith("KeyboardInterrupt") and "SIGINT: saving and closing" in run.stderr
+    assert len(checkpoints(tmp_path)) == 1 and "closed" in run.stdout
 
 
 def test_termination_saves_and_closes_and_its_exit_code_says_so(zygote: Zygote, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import IO
 from envgrad.environments.sandbox.limits import SandboxLimits
 
 LOOK_SECONDS = 0.03
-DISK_LOOK_SECONDS = 0.2
+DISK_LOOK_SECONDS = 0.05
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

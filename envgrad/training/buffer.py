@@ -68,7 +68,7 @@ class GroupBuffer:
     Example:
         >>> from envgrad.types import Task
         >>> buffer = GroupBuffer(groups_per_round=2, max_staleness=1)
-        >>> buffer.publish(0)
+        >>> _ = buffer.publish(0)
         >>> places = [buffer.admit() for _ in range(buffer.room)]
         >>> len(places), [place.last_round for place in places]
         (4, [1, 1, 1, 1])

@@ -45,6 +45,10 @@ class FixedTurns:
     def max_context(self) -> int:
         return self.inner.max_context
 
+    @property
+    def exact_logprobs(self) -> bool:
+        return self.inner.exact_logprobs
+
     def begin(self, session: Session) -> None:
         self._turns[session.key] = 0
         self.inner.begin(session)

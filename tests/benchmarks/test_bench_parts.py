@@ -20,12 +20,17 @@ from benchmarks.ratios import fit_line, fit_power, paired_ratios
 from benchmarks.report import Report, turns_text, write_section
 from benchmarks.trl_side import FixedLengths
 from benchmarks.workloads import WORKLOADS, Workload
-from envgrad.sampling.sampler import SamplingParams, Session
+from envgrad.sampling.sampler import Sampler, SamplingParams, Session
 from envgrad.sampling.scripted import ScriptedSampler
 from helpers.models import tiny_llama
 
 MODULES = (decoding, floor, pairs, ratios, report, workloads)
 SHAPE = ModelShape(layers=2, width=3, heads=2, kv_heads=1, head_size=4, mlp=5, vocabulary=7)
+
+
+def test_our_side_samples_through_the_whole_protocol():
+    members = {name for name in vars(Sampler) if not name.startswith("_")}
+    assert members and members <= set(dir(FixedTurns))
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from envgrad import GRPOConfig, GRPOTrainer
 from envgrad.sampling.sampler import Completion, Sampler, SamplingParams, Session
-from envgrad.training import rollouts
+from envgrad.training.rollouts import Rollouts
 from envgrad.types import ToolCall
 
 from .models import NO_CALL, load
@@ -91,28 +91,26 @@ def _read_call(text: str) -> tuple[Sequence[ToolCall], str]:
     return (ToolCall(id="c0", name="look", arguments={}),), text
 
 
-def build(workload: Workload, folder: Path, output: Path) -> Side:
-    """A trainer that makes one optimizer step of ``workload`` after the other."""
+def build(workload: Workload, folder: Path, output: Path, processes: int = 0) -> Side:
+    """A trainer that makes one optimizer step of ``workload`` after the other; ``processes`` sample for it, if any."""
     model, tokenizer = load(folder)
     chosen = trainer_options(workload, output) | {"log_episodes": False, "tool_parser": _read_call}
+    if processes:
+        chosen |= {"sampler": "process", "sampler_processes": processes, "sampler_threads": 1}
     options = dict(chosen)
-    inner_sampler = rollouts.make_local_sampler
-    opened: list[Any] = []
+    inner_sampler = Rollouts._make_sampler
 
-    def make_sampler(*args: Any, **kwargs: Any) -> FixedTurns:
-        sampler = inner_sampler(*args, **kwargs)
-        opened.append(sampler)
+    def make_sampler(self: Rollouts, max_sessions: int) -> FixedTurns:
         ends = {"end": tokenizer.eos_token_id, "no_call": tokenizer.convert_tokens_to_ids(NO_CALL)}
-        return FixedTurns(sampler, workload, **ends)
+        return FixedTurns(inner_sampler(self, max_sessions), workload, **ends)
 
-    rollouts.make_local_sampler = make_sampler  # type: ignore[assignment]
+    Rollouts._make_sampler = make_sampler  # type: ignore[method-assign]
     trainer = GRPOTrainer(
         model, args=GRPOConfig(**options), train_dataset=rows_of(workload, tokenizer), processing_class=tokenizer,
         environment_factory=room_of(workload),
     )  # fmt: skip
     side = Side(trainer=trainer, options=chosen, version="envgrad")
     inner_batch, inner_step = trainer.get_batch_samples, trainer.training_step
-    seen = {"forwarded": 0}
 
     def get_batch(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -121,10 +119,9 @@ def build(workload: Workload, folder: Path, output: Path) -> Side:
         return found
 
     def training_step(model: Any, inputs: Any, *args: Any) -> Any:
-        stats = opened[-1].stats
-        forwarded, seen["forwarded"] = stats.forwarded_tokens - seen["forwarded"], stats.forwarded_tokens
-        side.forwarded = {"rollout": forwarded, "training": inputs.batch.num_forwarded_tokens}
+        side.forwarded["training"] = inputs.batch.num_forwarded_tokens
         if inputs.played is not None:
+            side.forwarded["rollout"] = inputs.played.activity.forwarded_tokens
             side.counts = _count(inputs.played.groups)
         return inner_step(model, inputs, *args)
 

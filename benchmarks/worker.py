@@ -1,6 +1,6 @@
 """The child process: one trainer that makes a step whenever it is told to, and answers with what the step cost.
 
-    python -m benchmarks.worker (ours | trl) WORKLOAD_JSON MODEL_FOLDER OUTPUT_FOLDER [SPLITS]
+    python -m benchmarks.worker (ours | trl) WORKLOAD_JSON MODEL_FOLDER OUTPUT_FOLDER [SPLITS [PROCESSES]]
 
 Commands come as lines on the standard input: ``step``, ``rate`` (measure the matmul rate), ``stop``. Answers are lines
 of JSON on the standard output; whatever the libraries print goes to the standard error.
@@ -31,7 +31,8 @@ class Memory:
     """Resident memory above the level that model, gradients and optimizer need.
 
     The level is what the process holds with its model before the first step, and three times the trained weights more,
-    for gradients and Adam's two moments. A sampler's keys and values, and whatever else stays between steps, are above.
+    for gradients and Adam's two moments. A sampler's keys and values, and whatever else stays between steps, are above;
+    of child processes all is, but the pages of files that they share with others.
     """
 
     def __init__(self) -> None:
@@ -52,14 +53,16 @@ class Memory:
     @property
     def above(self) -> int:
         """Bytes, at the most since ``forget``."""
-        return _status("VmHWM") - self.level
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
+        beside = sum(_status("VmHWM", one) - _status("RssFile", one) for one in children)
+        return _status("VmHWM") - self.level + beside
 
 
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+def _status(name: str, process: str = "self") -> int:
+    for line in Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only")
+    raise RuntimeError(f"/proc/{process}/status has no {name}: memory is measured on Linux only")
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
@@ -111,7 +114,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         print(json.dumps(values), file=self._wire, flush=True)
 
 
-def main(kind: str, workload_json: str, folder: str, output: str, splits: str = "1") -> None:
+def main(kind: str, workload_json: str, folder: str, output: str, splits: str = "1", processes: str = "0") -> None:
     wire = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -119,7 +122,7 @@ def main(kind: str, workload_json: str, folder: str, output: str, splits: str = 
     if kind == "ours":
         from .ours import build
 
-        side = build(workload, Path(folder), Path(output))
+        side = build(workload, Path(folder), Path(output), int(processes))
     else:
         from .trl_side import build as build_trl
 
@@ -139,4 +142,4 @@ def main(kind: str, workload_json: str, folder: str, output: str, splits: str = 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:6])
+    main(*sys.argv[1:7])

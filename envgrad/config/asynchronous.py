@@ -43,8 +43,15 @@ class AsynchronousFields:
         default="local",
         metadata={"help": "Who samples: local (this process), process (a child process), vllm (servers)."},
     )
+    sampler_processes: int = field(
+        default=1, metadata={"help": "Processes of sampler='process', which share the groups: on a CPU, one per core."}
+    )
     sampler_threads: int | None = field(
-        default=None, metadata={"help": "CPU threads of sampler='process'; by default as many as training has."}
+        default=None,
+        metadata={
+            "help": "CPU threads of each process of sampler='process'; by default they share training's number, and "
+            "those of a small model take 1."
+        },
     )
     weight_sync_timeout: float = field(
         default=1800, metadata={"help": "Seconds in which a sampler must have taken over new weights."}
@@ -66,6 +73,11 @@ def check_asynchronous(config: RolloutConfig) -> None:
     choice("sampler", config.sampler, SAMPLERS)
     at_least("max_staleness", config.max_staleness, 0)
     at_least("sampler_threads", config.sampler_threads, 1)
+    at_least("sampler_processes", config.sampler_processes, 1)
+    if config.sampler_processes > 1 and config.sampler != "process":
+        raise ConfigurationError(
+            f"sampler_processes={config.sampler_processes} acts only with sampler='process'; set that too"
+        )
     if config.sampler_threads is not None and config.sampler != "process":
         raise ConfigurationError(
             f"sampler_threads={config.sampler_threads} acts only with sampler='process': in this process sampling "

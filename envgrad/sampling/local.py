@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from envgrad.cores import compute_alone, is_small
 from envgrad.errors import ConfigurationError, SamplerFailure
 from envgrad.rollout.activity import Activity
 from envgrad.sampling.compatibility import cached_forward_fault, fused_decoder
@@ -27,12 +28,16 @@ from envgrad.sampling.limits import check_request, check_stop_strings, context_o
 from envgrad.sampling.requests import Request, SamplerStats, StopStrings
 from envgrad.sampling.sampler import Completion, SamplingParams, Session
 from envgrad.sampling.scheduler import Scheduler
+from envgrad.sampling.sessions import OpenSessions
 from envgrad.sampling.turnaround import Turnaround
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 60.0
+"""that the step in hand may take when the sampler is closed"""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,6 +73,8 @@ class LocalSampler:
         autocast: dtype for ``torch.autocast`` around the forward, as the trainer's; default: none.
         activity: is told of each step, if given.
         update_timeout: seconds in which new weights must be taken over; default: no limit while the engine lives.
+        threads: 1: the thread of this sampler computes on one core; more: on as many as torch has. By default 1 for a
+            small model (``cores.SMALL_BYTES``), whose operations are too short to be shared.
 
     Raises:
         ConfigurationError: the model cannot be served, or an option is out of range.
@@ -97,6 +104,7 @@ class LocalSampler:
         autocast: torch.dtype | None = None,
         activity: Activity | None = None,
         update_timeout: float | None = None,
+        threads: int | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ConfigurationError(f"max_sessions must be at least 1, got {max_sessions}")
@@ -114,12 +122,12 @@ class LocalSampler:
         self._engine = Engine(
             model, scheduler, stops=self._stops, autocast=autocast, activity=activity, fused=fused
         )  # fmt: skip
+        self._alone = is_small(model.parameters()) if threads is None else threads == 1
         self._deterministic = deterministic
         self._update_timeout = update_timeout
         self._turnaround = Turnaround()
         self._events: list[_Event] = []
-        self._sessions: dict[str, Session] = {}
-        self._requests: dict[str, Request] = {}
+        self._sessions = OpenSessions()
         self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -153,35 +161,27 @@ class LocalSampler:
     # -- the rollout's side -------------------------------------------------------------------------------------------
 
     def begin(self, session: Session) -> None:
-        if session.key in self._sessions:
-            raise ConfigurationError(f"session {session.key!r} has begun already; end it before it begins again")
-        self._sessions[session.key] = session
+        self._sessions.begin(session)
         self._post(_Event(kind="begin", session=session))
 
     def end(self, session: Session) -> None:
-        if self._sessions.pop(session.key, None) is not None:
+        if self._sessions.end(session):
             with suppress(SamplerFailure):
                 self._post(_Event(kind="end", session=session), quiet=True)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, session: Session) -> Completion:
         check_request(prompt_ids, params, max_context=self._max_context, vocabulary=self._vocabulary)
         check_stop_strings(params, self._stops)
-        if session.key not in self._sessions:
-            raise ConfigurationError(f"session {session.key!r} has not begun; call begin(session) before sample")
-        if session.key in self._requests:
-            raise ConfigurationError(f"session {session.key!r} has a request already; await its answer first")
-        loop = asyncio.get_running_loop()
-        request = Request.of(prompt_ids, params, session, self._max_context)
-        request.loop, request.future = loop, loop.create_future()
-        self._requests[session.key] = request
-        try:
-            self._post(_Event(kind="request", session=session, request=request))
-            return await request.future
-        except asyncio.CancelledError:
-            self._post(_Event(kind="cancel", session=session, request=request), quiet=True)
-            raise
-        finally:
-            del self._requests[session.key]
+        with self._sessions.asking(session):
+            loop = asyncio.get_running_loop()
+            request = Request.of(prompt_ids, params, session, self._max_context)
+            request.loop, request.future = loop, loop.create_future()
+            try:
+                self._post(_Event(kind="request", session=session, request=request))
+                return await request.future
+            except asyncio.CancelledError:
+                self._post(_Event(kind="cancel", session=session, request=request), quiet=True)
+                raise
 
     def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
         """Serve policy ``version``, between two steps: all keys and values go, running requests recompute theirs, and
@@ -214,6 +214,8 @@ class LocalSampler:
 
     def _run(self) -> None:
         failure: BaseException = SamplerFailure("the sampler is closed")
+        if self._alone:
+            compute_alone()
         try:
             while self._gather():
                 finished = self._engine.step(patience=self._turnaround.patience)
@@ -336,6 +338,7 @@ def make_local_sampler(
     autocast: torch.dtype | None = None,
     activity: Activity | None = None,
     update_timeout: float | None = None,
+    threads: int | None = None,
 ) -> LocalSampler | GenerateSampler:
     """``LocalSampler`` where the model allows it, else ``GenerateSampler`` with a notice that names the reason.
 
@@ -346,11 +349,14 @@ def make_local_sampler(
         return LocalSampler(
             model, max_sessions=max_sessions, max_context=max_context, max_kv_tokens=max_kv_tokens,
             deterministic=deterministic, tokenizer=tokenizer, autocast=autocast, activity=activity,
-            update_timeout=update_timeout,
+            update_timeout=update_timeout, threads=threads,
         )  # fmt: skip
     logger.warning("%s is sampled one row at a time by model.generate, which is slow: %s", type(model).__name__, fault)
     context = context_of(model, max_context)
-    return GenerateSampler(model, max_context=context, tokenizer=tokenizer, autocast=autocast, activity=activity)
+    return GenerateSampler(
+        model, max_context=context, tokenizer=tokenizer, autocast=autocast, activity=activity,
+        update_timeout=update_timeout,
+    )  # fmt: skip
 
 
 def _deliver(results: list[tuple[Request, Completion | BaseException]]) -> None:
@@ -376,4 +382,6 @@ def _settle(results: list[tuple[Request, Completion | BaseException]]) -> None:
 
 def _stop(inbox: queue.SimpleQueue[_Event], thread: threading.Thread) -> None:
     inbox.put(_Event(kind="close"))
-    thread.join()
+    thread.join(CLOSE_SECONDS)
+    if thread.is_alive():
+        logger.warning("a decoding step has not ended %.0f s after the sampler was closed; it is left", CLOSE_SECONDS)

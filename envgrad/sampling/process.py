@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from envgrad.cores import is_small
 from envgrad.errors import ConfigurationError, EnvgradError, SamplerDied, SamplerFailure, WeightTransferError
 from envgrad.rollout.activity import Activity
 from envgrad.sampling.limits import check_request, context_of, vocabulary_of
@@ -37,6 +38,7 @@ from envgrad.sampling.process_model import describe_model, describe_tokenizer
 from envgrad.sampling.process_weights import WeightFile, write_weights
 from envgrad.sampling.requests import SamplerStats
 from envgrad.sampling.sampler import Completion, SamplingParams, Session
+from envgrad.sampling.sessions import OpenSessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +72,7 @@ class ProcessSampler:
         model: the model to copy; it is left as it is.
         weights: the weights to start with, by the names of a plain model of this class; default: the model's own.
         version: the policy version of these weights.
-        threads: CPU threads of the process's computations; default: as many as here.
+        threads: CPU threads of the process's computations; default: as many as here, or 1 for a small model.
         update_timeout: seconds in which the process must have loaded published weights.
         max_sessions, max_context, max_kv_tokens, deterministic, autocast: as in ``LocalSampler``.
         tokenizer: needed for stop strings only.
@@ -81,14 +83,11 @@ class ProcessSampler:
         SamplerDied: the process ended while it started.
         WeightTransferError: there is no room for the weights on their way.
 
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2, num_key_value_heads=1)
-        >>> model = LlamaForCausalLM(config)
-        >>> sampler = ProcessSampler(model, max_sessions=4, max_context=64)  # doctest: +SKIP
-        >>> sampler.update_weights(1, model.state_dict())  # doctest: +SKIP
-        >>> sampler.close()  # doctest: +SKIP
+    Example (not run with the others: a process takes seconds to start)::
+
+        sampler = ProcessSampler(model, max_sessions=4, max_context=64)
+        sampler.update_weights(1, model.state_dict())
+        sampler.close()
     """
 
     def __init__(
@@ -117,8 +116,7 @@ class ProcessSampler:
         self._activity = activity
         self._stop_strings = tokenizer is not None
         self._numbers = itertools.count(1)
-        self._sessions: set[str] = set()
-        self._asking: set[str] = set()
+        self._sessions = OpenSessions()
         self._waiting: dict[int, _Waiter] = {}
         self._replies: dict[int, Future[Frame]] = {}
         self._ready: Future[Frame] = Future()
@@ -130,7 +128,7 @@ class ProcessSampler:
         self._served = ""
         self.stats = SamplerStats()
         """counts since construction, as of the last answer"""
-        threads = threads or torch.get_num_threads()
+        threads = threads or (1 if is_small(model.parameters()) else torch.get_num_threads())
         start: dict[str, Any] = {
             "model": describe_model(model),
             "tokenizer": describe_tokenizer(tokenizer),
@@ -178,14 +176,11 @@ class ProcessSampler:
         return self._link.process.pid
 
     def begin(self, session: Session) -> None:
-        if session.key in self._sessions:
-            raise ConfigurationError(f"session {session.key!r} has begun already; end it before it begins again")
+        self._sessions.begin(session)
         self._post(Frame(kind="begin", data=session_data(session)))
-        self._sessions.add(session.key)
 
     def end(self, session: Session) -> None:
-        if session.key in self._sessions:
-            self._sessions.discard(session.key)
+        if self._sessions.end(session):
             with suppress(EnvgradError):  # the next request tells
                 self._post(Frame(kind="end", data=session_data(session)))
 
@@ -193,14 +188,13 @@ class ProcessSampler:
         check_request(prompt_ids, params, max_context=self._max_context, vocabulary=self._vocabulary)
         if params.stop_strings and not self._stop_strings:
             raise ConfigurationError(f"stop strings {params.stop_strings} need a sampler made with tokenizer=...")
-        if session.key not in self._sessions:
-            raise ConfigurationError(f"session {session.key!r} has not begun; call begin(session) before sample")
-        if session.key in self._asking:
-            raise ConfigurationError(f"session {session.key!r} has a request already; await its answer first")
+        with self._sessions.asking(session):
+            return await self._ask(prompt_ids, params, session)
+
+    async def _ask(self, prompt_ids: Sequence[int], params: SamplingParams, session: Session) -> Completion:
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         waiter = _Waiter(loop=loop, future=loop.create_future())
         data = {"id": number, "session": session_data(session), "params": params_data(params)}
-        self._asking.add(session.key)
         self._asked_once = True
         with self._lock:
             if self._failure is None:
@@ -214,7 +208,6 @@ class ProcessSampler:
             raise
         finally:
             self._waiting.pop(number, None)
-            self._asking.discard(session.key)
 
     def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
         """Serve policy ``version``. The process reads and checks the weights while it samples, and takes them between

@@ -110,6 +110,7 @@ def _make_sampler(start: Frame) -> tuple[LocalSampler | GenerateSampler, Activit
         autocast=None if data["autocast"] is None else getattr(torch, data["autocast"]),
         tokenizer=build_tokenizer(data["tokenizer"]),
         activity=activity,
+        threads=data["threads"],
     )
     sampler.update_weights(data["weights"]["version"], None)
     return sampler, activity

@@ -134,7 +134,7 @@ def _hazard(value: object, roots: tuple[str, ...]) -> str | None:
         return None
     if owner := next((name for name in _OWNERSHIP if hasattr(kind, name)), None):
         return f"is a {kind.__qualname__}, which has {owner}: it owns something, or stands for something else"
-    if not _has_plain_class(kind) or not _can_be_rebuilt(value):
+    if not has_plain_class(kind) or not _can_be_rebuilt(value):
         return f"is a {kind.__qualname__}, which is not known to be plain state"
     return None
 
@@ -166,7 +166,8 @@ def _children(value: object, roots: tuple[str, ...]) -> Iterable[_Child]:
 _PLAIN_CLASSES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-def _has_plain_class(kind: type) -> bool:
+def has_plain_class(kind: type) -> bool:
+    """Whether instances of ``kind`` are copied by Python's own rule, into a new object with copied attributes."""
     if kind not in _PLAIN_CLASSES:
         _PLAIN_CLASSES[kind] = _is_plain_class(kind)
     return _PLAIN_CLASSES[kind]

@@ -1,98 +1,104 @@
-"""Every episode of a run, as one JSON object per line under ``output_dir/episodes``."""
+"""What a trainer gives to its episode log: rounds with their credit, and how its environments are made."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envgrad.rollout.runner import Round
-from envgrad.types import Episode
+from torch import Tensor
 
-EPISODES_PER_FILE = 10_000
+import envgrad
+from envgrad.config import RolloutConfig
+from envgrad.config.evaluation import EvalConfig
+from envgrad.config.mixture import EnvironmentOptions
+from envgrad.episodes.factories import describe_factory
+from envgrad.episodes.flat import Credit, RowKey
+from envgrad.episodes.log import FOLDER_NAME, EpisodeLog
+from envgrad.training.plan import RolloutPlan
+from envgrad.types import TrainingSample
+
+if TYPE_CHECKING:
+    from envgrad.training.stream import StepItem
+    from envgrad.training.trainer import RolloutTrainer
 
 
-class EpisodeLog:
-    """Appends episodes to ``<folder>/<split>-00000.jsonl``, a new file every ``EPISODES_PER_FILE``.
+def trainer_log(trainer: RolloutTrainer) -> EpisodeLog | None:
+    """The log that a trainer's configuration asks for."""
+    config = trainer.user_args
+    if not config.log_episodes:
+        return None
+    return run_log(config, trainer.rollouts, algorithm=type(trainer.algorithm).__name__)
 
-    Example:
-        >>> import tempfile
-        >>> log = EpisodeLog(Path(tempfile.mkdtemp()) / "episodes")
-        >>> log.write(Round(groups=()), step=0)
-        >>> list(log.read())
-        []
+
+def run_log(config: RolloutConfig, plan: RolloutPlan, *, algorithm: str | None = None) -> EpisodeLog:
+    """The log of what ``plan`` plays, in the run's folder."""
+    limit = config.episode_log_gb
+    return EpisodeLog(
+        Path(config.output_dir or "") / FOLDER_NAME,
+        limit=None if limit is None else int(limit * 1e9),
+        describe=lambda: describe_run(config, plan, algorithm),
+        tokenizer=lambda: _tokenizer_json(plan),
+    )
+
+
+def round_credit(items: Sequence[StepItem], *, recomputed: bool) -> Callable[[], Credit]:
+    """Advantages, and the trainer's own log-probs if it computed them, of a round whose optimizer steps are ``items``.
+
+    The numbers are taken apart where the result is called: by the log's thread.
     """
+    first = [item.batch for item in items if not item.iteration]
+    samples = [sample for batch in first for sample in batch.samples]
+    passed: list[tuple[TrainingSample, Tensor, Tensor, int]] = []
+    for batch in first if recomputed else ():
+        for packed in batch.micro_batches:
+            logprobs, owner = packed.old_logprobs.cpu(), packed.sample_index.cpu()
+            passed += [(batch.samples[index], logprobs, owner, number) for number, index in enumerate(packed.samples)]
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._counts: dict[str, int] = {}
+    def credit() -> Credit:
+        found: dict[RowKey, tuple[float, ...]] = {}
+        for sample, logprobs, owner, number in passed:
+            if sample.episode is not None:
+                found[(*sample.episode.key, sample.row)] = tuple(logprobs[owner == number].tolist())
+        return Credit.of(samples, found)
 
-    def write(self, played: Round, *, step: int) -> None:
-        """Append a round's scored episodes; ``step`` is the optimizer step that the round begins.
-
-        Those that dynamic sampling replaced, which are not trained, are marked ``filtered``.
-        """
-        lines: dict[Path, list[str]] = {}
-        filtered = {group.task.key for group in played.filtered}
-        for group in played.scored:
-            for episode in group.episodes:
-                path = self._path(episode.task.split)
-                record = episode_record(episode, step) | {"filtered": group.task.key in filtered}
-                lines.setdefault(path, []).append(json.dumps(record, ensure_ascii=False, default=str))
-        for path, rows in lines.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A lone surrogate, which utf-8 cannot hold, becomes the escape that JSON has for it.
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write("\n".join(rows) + "\n")
-
-    def _path(self, split: str) -> Path:
-        count = self._counts.get(split)
-        if count is None:
-            count = sum(1 for record in self.read() if record["split"] == split)
-        self._counts[split] = count + 1
-        return self.folder / f"{split}-{count // EPISODES_PER_FILE:05d}.jsonl"
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """All records written so far, oldest first within each split."""
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with path.open(encoding="utf-8") as file:
-                yield from (json.loads(line) for line in file)
+    return credit
 
 
-def episode_record(episode: Episode, step: int) -> dict[str, Any]:
-    """An episode as plain data: what happened, and the exact tokens."""
-    task = episode.task
+def describe_run(config: RolloutConfig, plan: RolloutPlan, algorithm: str | None) -> dict[str, Any]:
+    """What a replay needs beside the episodes: see ``episodes.replay``."""
     return {
-        "step": step,
-        "split": task.split,
-        "environment": task.environment,
-        "position": task.position,
-        "group_id": task.group_id,
-        "seed": task.seed,
-        "task_index": task.task_index,
-        "sibling": episode.sibling,
-        "attempt": episode.attempt,
-        "reward": episode.reward,
-        "rewards": dict(episode.rewards),
-        "stop_reason": str(episode.stop_reason),
-        "extras": dict(episode.extras),
-        "turns": len(episode.turns),
-        "messages": list(episode.messages),
-        "prompt_length": episode.prompt_length,
-        "token_ids": list(episode.token_ids),
-        "mask": list(episode.mask),
-        "logprobs": [round(value, 6) for value in episode.logprobs],
-        "versions": list(episode.versions),
-        "branches": [
-            {
-                "prompt_length": row.prompt_length,
-                "token_ids": list(row.token_ids),
-                "mask": list(row.mask),
-                "logprobs": [round(value, 6) for value in row.logprobs],
-                "versions": list(row.versions),
+        "envgrad": envgrad.__version__,
+        "algorithm": algorithm,
+        "seed": config.seed,
+        "environments": {
+            name: {
+                "factory": describe_factory(plan.factories().get(name)),
+                "limits": _limits(config, plan.options.get(name)),
             }
-            for row in episode.branches
-        ],
-        "seconds": {name: round(value, 6) for name, value in episode.seconds.items()},
+            for name in plan.specs
+        },
+        "reward_sources": [source.name for source in plan.reward_sources],
+        "tools": [describe_factory(tool) for tool in plan.inputs.tools or ()],
+        "routed": isinstance(plan.inputs.environment_factory, Mapping),
+        "isolate_generators": config.isolate_generators,
+        "custom_rollout": plan.inputs.rollout_func is not None,
+        "evaluation_only": isinstance(config, EvalConfig),
     }
+
+
+def _limits(config: RolloutConfig, options: EnvironmentOptions | None) -> dict[str, float | None]:
+    own = options or EnvironmentOptions.of_run(config)
+    return {
+        "max_turns": own.max_turns,
+        "episode_timeout": own.episode_timeout,
+        "tool_timeout": own.tool_timeout,
+        "reset_timeout": config.reset_timeout,
+        "reward_timeout": config.reward_timeout,
+    }
+
+
+def _tokenizer_json(plan: RolloutPlan) -> str | None:
+    """What a fast tokenizer is loaded from; None without one."""
+    tokenizer = plan.policy.tokenizer if plan.has_policy else None
+    return tokenizer.backend_tokenizer.to_str() if tokenizer is not None and tokenizer.is_fast else None

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from envgrad.episodes.reader import EpisodeReader
+from envgrad.episodes.records import EpisodeFilter, EpisodeRecord
 from envgrad.errors import ConfigurationError
 from envgrad.logprobs import policy_logprobs
 from envgrad.packing import Batch, StepTotals, pack
-from envgrad.training.episode_log import EpisodeLog
 from envgrad.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def export_episodes(
     """The episodes that a run has logged, as a ``datasets.Dataset``.
 
     Columns: ``prompt`` and ``completion`` (messages before and after the first answer; the arguments of tool calls as
-    JSON text), ``reward``, ``rewards`` (components, as JSON text), ``environment``, ``step``, ``stop_reason``,
-    ``group_id``, ``sibling``, and the exact tokens: ``token_ids``, ``mask``, ``prompt_length``.
+    JSON text), ``reward``, ``rewards`` (components, as JSON text), ``advantage``, ``environment``, ``step``,
+    ``stop_reason``, ``group_id``, ``sibling``, and the exact tokens: ``token_ids``, ``mask``, ``prompt_length``.
 
     Args:
         run: A run's ``output_dir``.
@@ -58,35 +59,37 @@ def export_episodes(
     """
     from datasets import Dataset
 
-    folder = Path(run) / "episodes"
-    if not any(folder.glob("*.jsonl")):
-        raise ConfigurationError(f"{folder} holds no episodes; give the output_dir of a run with log_episodes=True")
-    rows = [
-        _row(record)
-        for record in EpisodeLog(folder).read()
-        if record["split"] == split
-        and record["step"] >= from_step
-        and environment in (None, record["environment"])
-        and (min_reward is None or (record["reward"] is not None and record["reward"] >= min_reward))
-    ]
+    chosen = EpisodeFilter(
+        split=split, environment=environment, first_step=from_step, min_reward=min_reward, failed=False
+    )
+    with EpisodeReader(run) as reader:
+        numbers = [row.number for row in reader.rows(chosen, order="oldest", limit=None)]
+        rows = [_row(record) for record in reader.episodes(numbers)]
     if not rows:
         raise ConfigurationError(
-            f"none of the episodes in {folder} is left with split={split!r}, min_reward={min_reward}, "
+            f"none of the episodes of {run} is left with split={split!r}, min_reward={min_reward}, "
             f"environment={environment!r}, from_step={from_step}; ask for less"
         )
     return Dataset.from_list(rows)
 
 
-def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    messages = [_message(message) for message in record["messages"]]
-    first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    names = ("reward", "environment", "step", "stop_reason", "group_id", "sibling", "token_ids", "mask")
+def _row(record: EpisodeRecord) -> dict[str, Any]:
+    messages = [_message(message) for message in record.messages]
+    summary, tokens = record.summary, record.rows[0]
     return {
-        "prompt": messages[:first],
-        "completion": messages[first:],
-        "rewards": json.dumps(record["rewards"]),
-        "prompt_length": record["prompt_length"],
-        **{name: record[name] for name in names},
+        "prompt": messages[: record.opening],
+        "completion": messages[record.opening :],
+        "rewards": json.dumps(dict(summary.rewards)),
+        "prompt_length": tokens.prompt_length,
+        "reward": summary.reward,
+        "advantage": summary.advantage,
+        "environment": summary.environment,
+        "step": summary.step,
+        "stop_reason": summary.stop_reason,
+        "group_id": summary.group_id,
+        "sibling": summary.sibling,
+        "token_ids": list(tokens.token_ids),
+        "mask": list(tokens.mask),
     }
 
 

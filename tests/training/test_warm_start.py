@@ -66,7 +66,7 @@ def test_filters_leave_out_what_they_say(run):
         export_episodes(run, min_reward=9.0)
     with pytest.raises(ConfigurationError, match="environment='Other'"):
         export_episodes(run, environment="Other")
-    with pytest.raises(ConfigurationError, match="holds no episodes"):
+    with pytest.raises(ConfigurationError, match="holds no episode log"):
         export_episodes(run / "nowhere")
 
 

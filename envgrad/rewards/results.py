@@ -8,7 +8,7 @@ from typing import SupportsFloat
 
 from envgrad.environments.arguments import shorten
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut
-from envgrad.errors import ConfigurationError, RewardFailure, RewardTimeout
+from envgrad.errors import ConfigurationError, NonFiniteScore, RewardFailure, RewardTimeout
 from envgrad.rollout.scoring import check_count
 from envgrad.types import Episode
 
@@ -69,7 +69,7 @@ def _read_number(value: object, says: str, index: int) -> float | None:
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailure(f"{says} {_shown(value)} for completion {index}, which is no float: {error}") from error
     if math.isinf(number):
-        raise RewardFailure(f"{says} {number} for completion {index}; a reward must be finite (None: not applicable)")
+        raise NonFiniteScore(f"{says} {number} for completion {index}; a reward must be finite (None: not applicable)")
     return None if math.isnan(number) else number
 
 

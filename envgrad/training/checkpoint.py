@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,34 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from envgrad.training.stream import StepItem
+from envgrad.training.saved import RolloutState, write_state
 
-PROGRESS_NAME = "rollout_state.json"
-PENDING_NAME = "rollout_steps.pt"
-_SAVING = ".saving"
+_SAVING, _REMOVING = ".saving", ".removing"
 
 
 class AtomicCheckpoints(Trainer):
-    """``Trainer`` whose checkpoints appear by a rename, and carry the rollouts' position (``progress_state``)."""
+    """``Trainer`` whose checkpoints appear by a rename, and carry the rollouts' state (``rollout_state``).
+
+    ::
+
+        .saving-12/checkpoint-12    being written; of no use to anybody
+        checkpoint-12               whole, and on the disk
+        .removing-12                being deleted: replaced, or beyond ``save_total_limit``
+
+    A process that is killed at any moment leaves whole checkpoints; what else it leaves, the next save deletes.
+    """
 
     _saving_in: Path | None = None
 
-    def progress_state(self) -> dict[str, Any]:
-        """What the rollouts need to go on: plain JSON data."""
-        return {}
+    def rollout_state(self) -> RolloutState:
+        """What the rollouts need to go on.
 
-    def pending_steps(self) -> list[StepItem]:
-        """Optimizer steps that were played for and not made yet."""
-        return []
+        Raises:
+            NotImplementedError: a subclass has not said it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what its checkpoints hold of the rollouts")
 
     def create_model_card(self, *args: Any, dataset_name: str | None = None, **kwargs: Any) -> None:
         """``Trainer.create_model_card``; ``dataset_name`` is what trl calls ``dataset``."""
@@ -59,7 +66,7 @@ class AtomicCheckpoints(Trainer):
                 self.state.best_model_checkpoint = str(best)
         staging = run_dir / f"{_SAVING}-{self.state.global_step}"
         if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_leftovers(run_dir)
         self._saving_in = staging
         try:
             super()._save_checkpoint(model, trial)
@@ -67,56 +74,61 @@ class AtomicCheckpoints(Trainer):
             self._saving_in = None
         if not self.args.should_save:
             return
-        final = run_dir / name
         if self.state.best_model_checkpoint == str(staging / name):  # it is found where it will lie
-            self.state.best_model_checkpoint = str(final)
+            self.state.best_model_checkpoint = str(run_dir / name)
             self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
-        (staging / name / PROGRESS_NAME).write_text(json.dumps(self.progress_state()), encoding="utf-8")
-        if steps := self.pending_steps():
-            torch.save(steps, staging / name / PENDING_NAME)
+        write_state(self.rollout_state(), staging / name)
         for stem, weights in self.extra_weights().items():
-            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
-            save_file(tensors, staging / name / f"{stem}.safetensors")
+            save_file(_on_cpu(weights), staging / name / f"{stem}.safetensors")
         _sync_tree(staging / name)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(staging / name, final)
-        _sync(run_dir)
-        shutil.rmtree(staging)
-        rotate_checkpoints(
-            output_dir=str(run_dir),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        _put(staging / name, run_dir / name)
+        staging.rmdir()
+        self._rotate(run_dir)
+
+    def _rotate(self, run_dir: Path) -> None:
+        """Delete the oldest beyond ``save_total_limit``; the newest and the best stay."""
+        limit = self.args.save_total_limit
+        if limit is None or limit < 1:
+            return
+        found = sort_checkpoints(str(run_dir), use_mtime=True)
+        kept = {Path(path) for path in (found[-1], self.state.best_model_checkpoint) if path is not None}
+        spare = [Path(path) for path in found if Path(path) not in kept]
+        for path in spare[: max(0, len(found) - max(limit, len(kept)))]:
+            _remove(path)
 
 
-def load_progress(checkpoint: str | Path) -> dict[str, Any]:
-    """The rollouts' position in ``checkpoint``.
-
-    Raises:
-        FileNotFoundError: the checkpoint was not written by envgrad.
-    """
-    path = Path(checkpoint) / PROGRESS_NAME
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: the tasks' position is not known, so this run cannot be resumed")
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return state
+def remove_leftovers(run_dir: Path) -> None:
+    """Delete what a killed process left half written or half deleted. A run's folder has one process at a time."""
+    for prefix in (_SAVING, _REMOVING):
+        for path in run_dir.glob(f"{prefix}-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def load_pending(checkpoint: str | Path) -> list[StepItem]:
-    """The steps left of the round that ``checkpoint`` was saved in. Unpickles: load only checkpoints that you trust."""
-    path = Path(checkpoint) / PENDING_NAME
-    if not path.exists():
-        return []
-    steps: list[StepItem] = torch.load(path, map_location="cpu", weights_only=False)
-    return steps
+def _on_cpu(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+
+
+def _put(new: Path, final: Path) -> None:
+    """``new`` appears as ``final``; what was there is deleted only then."""
+    old = final.parent / f"{_REMOVING}-{final.name.rpartition('-')[2]}"
+    if final.exists():
+        os.replace(final, old)
+    os.replace(new, final)
+    _sync(final.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    """First under another name, so that no half of it is ever taken for a checkpoint."""
+    gone = checkpoint.parent / f"{_REMOVING}-{checkpoint.name.rpartition('-')[2]}"
+    os.replace(checkpoint, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        if path.is_file():
-            _sync(path)
+        _sync(path)
     _sync(folder)
 
 

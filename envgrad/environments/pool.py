@@ -14,6 +14,7 @@ from envgrad.environments.spec import EnvironmentSpec
 from envgrad.errors import ConfigurationError, EnvironmentContractError, EnvironmentFailure
 
 _CLOSING_THREADS = 64
+_CLOSE_ERRORS_KEPT = 32
 
 
 class InstancePool:
@@ -58,7 +59,8 @@ class InstancePool:
         self.spec = spec
         self.limit = limit
         self.close_errors: list[Exception] = []
-        """what ``close()`` of an instance raised, or that it took too long"""
+        """what ``close()`` of an instance raised, or that it took too long; the latest ones"""
+        self.num_close_errors = 0
         self._workers = workers
         self._closers: WorkerPool | None = None
         self._close_timeout = close_timeout
@@ -269,14 +271,15 @@ class InstancePool:
         self._collect(outcome)
 
     def _collect(self, outcome: Outcome) -> None:
+        self.num_close_errors += not isinstance(outcome, Ok)
+        del self.close_errors[:-_CLOSE_ERRORS_KEPT]
         match outcome:
             case Raised(error=error):
                 self.close_errors.append(error)
-            case TimedOut(seconds=seconds):
+            case TimedOut(seconds=seconds, killable=killable):
+                end = "was stopped" if killable else "was left behind"
                 self.close_errors.append(
-                    EnvironmentFailure(
-                        f"{self.spec.label}: close() did not return in {seconds:.1f} s and was left behind"
-                    )
+                    EnvironmentFailure(f"{self.spec.label}: close() did not return in {seconds:.1f} s and {end}")
                 )
 
     def _wake(self) -> None:

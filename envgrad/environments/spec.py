@@ -70,6 +70,8 @@ class EnvironmentSpec:
     has_get_feedback: bool = False
     has_fork: bool = False
     has_start_state: bool = False
+    copies_elsewhere: bool = False
+    """it lives in another process (``Elsewhere``), and siblings may be copies of it made there"""
     has_state: bool = False
     """``state_dict`` and ``load_state_dict``"""
     has_close: bool = False
@@ -193,6 +195,15 @@ class EnvironmentSpec:
         if inspect.iscoroutine(value):
             value.close()
         raise EnvironmentContractError(f"{self.label}: done must be true or false, got {value!r}.")
+
+
+class Elsewhere:
+    """Base of what stands for an environment in another process: to copy it means to copy that one."""
+
+    may_copy: bool = False
+    """whether siblings of a group may be copies, as far as its class tells"""
+    copy_safe: bool = False
+    """whether ``copy.deepcopy`` of the environment makes an independent one, as it was found after its ``reset``"""
 
 
 def member_of(instance: object, name: str) -> object | None:

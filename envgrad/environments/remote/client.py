@@ -14,35 +14,39 @@ member raises ``EnvironmentFailure``, so that the episode is played anew on a fr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import select
 import signal
 import socket
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from envgrad.environments.members import StepResult, ToolResult
-from envgrad.environments.remote.host import Host
-from envgrad.environments.remote.wire import HEADER, Closed, Message, decode, encode, rebuild_error, receive, send
+from envgrad.environments.members import RESERVED_NAMES, StepResult, ToolResult
+from envgrad.environments.remote.host import ServerHost
+from envgrad.environments.remote.wire import HEADER, Closed, Message, decode, encode, pack, rebuild_error, receive, send
 from envgrad.environments.sources import hash63
+from envgrad.environments.spec import Elsewhere
 from envgrad.environments.tools import ToolSpec
-from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeDone
+from envgrad.errors import EnvironmentFailure, EpisodeDone
 
-OBEY_SECONDS = 0.5
+OBEY_SECONDS = 0.9
 """how long an interrupted call may take to end before its process is killed"""
 START_SECONDS = 120.0
 QUICK_SECONDS = 60.0
 """limit of what is asked without a time-out of its own: counts of tasks, states, forks"""
 
 
-class Remote:
+class Remote(Elsewhere):
     """One instance in its own process. ``remote_class`` adds the members that its environment has."""
 
-    host: ClassVar[Host]
+    host: ClassVar[ServerHost]
     described: ClassVar[Message]
+    close_seconds: ClassVar[float | None] = None
+    """of the environment's ``close()``; then its process is ended. None: no limit"""
 
     def __init__(self, connection: socket.socket | None = None, pid: int = 0) -> None:
         self._dead: str | None = None
@@ -91,7 +95,7 @@ class Remote:
 
     async def _interrupt(self, loop: asyncio.AbstractEventLoop) -> None:
         """End the call in the other process, or that process."""
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGUSR1)
         answer = asyncio.ensure_future(self._receive(loop))
         await asyncio.wait({answer}, timeout=OBEY_SECONDS)
@@ -104,18 +108,30 @@ class Remote:
     def _ask_now(self, operation: str, *, seconds: float | None = QUICK_SECONDS, **arguments: object) -> Any:
         """``_ask`` without a loop, for members that are not async."""
         frame = self._begin(operation, arguments)
+        return self._now(operation, seconds, lambda: send(self._connection, frame))
+
+    def _now(self, operation: str, seconds: float | None, begin: Callable[[], None]) -> Any:
+        """``begin`` asks, and the answer is waited for here."""
+        self._waiting, answered = True, False
         try:
             self._connection.settimeout(seconds)
-            send(self._connection, frame)
-            return self._read(receive(self._connection))
+            begin()
+            answer = receive(self._connection)
+            answered = True
         except TimeoutError as error:
-            self._kill(f"{operation} took longer than {seconds:.0f} s")
-            raise EnvironmentFailure(f"{operation} took longer than {seconds:.0f} s; its process was ended") from error
+            self._kill(f"{operation} took longer than {seconds:.3g} s")
+            raise EnvironmentFailure(f"{operation} took longer than {seconds:.3g} s; its process was ended") from error
         except (OSError, Closed) as error:
             raise self._died(operation) from error
         finally:
-            if self._dead is None:
-                self._connection.setblocking(False)
+            if not answered:  # interrupted: it is still due, and would be taken for the next one's
+                self._kill(f"its caller was interrupted in {operation}")
+        self._waiting = False
+        self._connection.setblocking(False)
+        return self._read(answer)
+
+    def _packed(self, value: Mapping[str, object], what: str) -> Message:
+        return pack(value, what) if self.host.same_python else {"plain": value}
 
     def _begin(self, operation: str, arguments: Mapping[str, object]) -> bytes:
         if self._dead is not None:
@@ -142,7 +158,7 @@ class Remote:
             if self._dead is not None:
                 return
             self._dead = why
-        with suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._pid, signal.SIGKILL)
         self._connection.close()
 
@@ -160,14 +176,15 @@ class Remote:
 
     async def _reset(self, given: dict[str, object]) -> object:
         described = self.described
-        generators = hash63("generators", int(str(given.get("group_id", 0))))
+        generators = hash63("generators", int(str(given.get("seed", given.get("group_id", 0)))))
         if not described["reset_takes_all"]:
             given = {name: value for name, value in given.items() if name in described["reset_names"]}
             if given.get("task_index", 0) is None and "task_index" not in described["reset_required"]:
                 given.pop("task_index")
         self.done = False
-        value = await self._ask("reset", given=given, generators=generators)
-        tools = value["tools"]
+        packed = self._packed(given, "what reset is given")
+        value = await self._ask("reset", packed=packed, generators=generators)
+        tools, self.copy_safe = value["tools"], bool(value["copy_safe"])
         self._tools = _tool_specs(self.described["tools"] if tools is None else tools)
         return value["opening"]
 
@@ -176,26 +193,38 @@ class Remote:
 
     def close(self) -> None:
         """Close the instance, and end its process."""
+        end = time.monotonic() + OBEY_SECONDS
+        while self._waiting and self._dead is None and time.monotonic() < end:
+            time.sleep(0.005)  # a cancelled call is being interrupted, beside this thread
         try:
             if self._dead is None and not self._waiting:
-                self._ask_now("close", seconds=None)
+                self._ask_now("close", seconds=self.close_seconds)
         finally:
             self._kill("it was closed")
 
+    def __deepcopy__(self, memo: object) -> Remote:
+        return _fork(self)
 
-def remote_class(host: Host, described: Message, name: str) -> type[Remote]:
-    """The class that stands for the environment ``described`` by its own process.
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the environment, for reward functions that look at it: what JSON can carry, or a method."""
+        if name.startswith("_") or name in RESERVED_NAMES:
+            raise AttributeError(name)
+        found = self._ask_now("read", name=name)
+        if not found["method"]:
+            return found["value"]
 
-    Raises:
-        EnvironmentContractError: it scores siblings together, which live in one process each.
-    """
-    if "group_reward" in described["members"]:
-        raise EnvironmentContractError(
-            f"{name} has group_reward, which reads all siblings of a group, and in processes of their own they cannot "
-            "see each other: use environment_executor='thread'"
-        )
+        def call(*args: object, **kwargs: object) -> Any:
+            packed = self._packed({"args": list(args), "kwargs": kwargs}, f"what {name} is given")
+            return self._ask_now("invoke", name=name, packed=packed)
+
+        return call
+
+
+def remote_class(host: ServerHost, described: Message, name: str, close_seconds: float | None = None) -> type[Remote]:
+    """The class that stands for the environment ``described`` by its own process."""
     described = described | {"counts": {}}
     members: dict[str, object] = {"host": host, "described": described, "determinism": described["determinism"]}
+    members |= {"close_seconds": close_seconds, "may_copy": described["may_copy"]}
     members["reset"] = _reset_member(described)
     wanted = {"step": described["step_protocol"], "num_tasks": described["finite"]}
     wanted |= dict.fromkeys(described["members"], True) | {"close": False}
@@ -248,17 +277,15 @@ def _fork(self: Remote) -> Remote:
     ours, theirs = socket.socketpair()
     with theirs:
         frame = self._begin("fork", {})
-        try:
-            self._connection.settimeout(QUICK_SECONDS)
+
+        def begin() -> None:
             send(self._connection, frame)
             socket.send_fds(self._connection, [b"f"], [theirs.fileno()])
-            value = self._read(receive(self._connection))
-        except (OSError, Closed) as error:
-            ours.close()
-            raise self._died("fork") from error
-        finally:
-            if self._dead is None:
-                self._connection.setblocking(False)
+
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(ours)
+            value = self._now("fork", QUICK_SECONDS, begin)
+            undo.pop_all()
     copy = type(self)(ours, int(value["pid"]))
     copy.done, copy._tools = self.done, self._tools
     return copy
@@ -329,9 +356,15 @@ def _await_greeting(connection: socket.socket) -> Message:
     return greeting
 
 
-def describe_remote(host: Host) -> Message:
-    """What an instance of ``host`` says of itself; that instance is closed again."""
+def first_remote(host: ServerHost, name: str | None = None, close_seconds: float | None = None) -> Remote:
+    """The first instance of ``host``, of a class made from what it says of itself; ``name``: of the class.
+
+    Raises:
+        EnvironmentFailure: the factory raised, or did not return in time.
+        EnvironmentContractError: what breaks the contract, or needs siblings or sampler beside it.
+    """
     connection = host.connect()
-    with connection:
-        described: Message = _await_greeting(connection)["described"]
-    return described
+    greeting = _await_greeting(connection)
+    described: Message = greeting["described"]
+    made = remote_class(host, described, name or str(described["name"]), close_seconds)
+    return made(connection, int(greeting["pid"]))

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from envgrad.environments.remote.wire import Closed, Message, rebuild_error, receive
 from envgrad.errors import ConfigurationError, EnvironmentFailure
@@ -33,8 +33,109 @@ main(sys.argv[2:])
 """gives another interpreter this package alone, and nothing else of this one's"""
 
 
-class Host:
-    """Starts and keeps the server process of ``target`` under ``python``. Safe to use from several threads.
+class ServerProcess(Protocol):
+    """What a host knows of its server's process: as ``subprocess.Popen``."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        ...
+
+    def kill(self) -> None: ...
+
+
+class ServerHost:
+    """Starts and keeps one server process. Safe to use from several threads.
+
+    Args:
+        target: what it serves, for messages.
+    """
+
+    same_python = False
+    """the other side is this Python with this side's modules: it may be sent more than JSON, and never sends more"""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._lock = threading.Lock()
+        self._process: ServerProcess | None = None
+        self._control: socket.socket | None = None
+
+    def connect(self) -> socket.socket:
+        """A socket to a new instance's process.
+
+        Raises:
+            ConfigurationError: the server cannot be started.
+            EnvironmentFailure: the server process died twice.
+        """
+        with self._lock:
+            for _ in range(2):
+                control = self._started()
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    try:
+                        socket.send_fds(control, [b"i"], [theirs.fileno()])
+                        return ours
+                    except OSError:
+                        ours.close()
+                        self._stop()
+            raise EnvironmentFailure(f"the server process of {self.target} dies as soon as it has started")
+
+    @property
+    def pid(self) -> int | None:
+        """The server process; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def close(self) -> None:
+        """End the server process; instances that still run end with it."""
+        with self._lock:
+            self._stop()
+
+    def _started(self) -> socket.socket:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self._stop()
+        self._process, self._control = self._launch()
+        weakref.finalize(self, _end, self._process, self._control)
+        self._greet(self._control)
+        return self._control
+
+    def _launch(self) -> tuple[ServerProcess, socket.socket]:
+        raise NotImplementedError
+
+    def _greet(self, control: socket.socket) -> None:
+        ready, _, _ = select.select([control], [], [], START_SECONDS)
+        greeting: Message
+        try:
+            greeting = receive(control) if ready else {}
+        except Closed:
+            greeting = {}
+        if "ready" in greeting:
+            return
+        self._stop()
+        self._refuse(rebuild_error(greeting["error"]) if "error" in greeting else None)
+
+    def _refuse(self, cause: Exception | None) -> None:
+        """Raise what is wrong with a server that did not start; ``cause`` is its own word."""
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        process, control, self._process, self._control = self._process, self._control, None, None
+        if process is not None and control is not None:
+            _end(process, control)
+
+
+class Host(ServerHost):
+    """The server process of ``target`` under another ``python``.
 
     Args:
         python: the interpreter.
@@ -62,70 +163,17 @@ class Host:
             raise ConfigurationError(
                 f"{target}: its arguments go to another process as JSON, and {dict(arguments)!r:.200} does not: {error}"
             ) from error
-        self.python, self.target, self._path, self._variables = python, target, tuple(path), dict(variables or {})
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        super().__init__(target)
+        self.python, self._path, self._variables = python, tuple(path), dict(variables or {})
 
-    def connect(self) -> socket.socket:
-        """A socket to a new instance's process.
-
-        Raises:
-            ConfigurationError: the interpreter cannot be run, or cannot import the target.
-            EnvironmentFailure: the server process died twice.
-        """
-        with self._lock:
-            for _ in range(2):
-                control = self._started()
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    try:
-                        socket.send_fds(control, [b"i"], [theirs.fileno()])
-                        return ours
-                    except OSError:
-                        ours.close()
-                        self._stop()
-            raise EnvironmentFailure(f"the server process of {self.target} dies as soon as it has started")
-
-    def close(self) -> None:
-        """End the server process; instances that still run end with it."""
-        with self._lock:
-            self._stop()
-
-    def _started(self) -> socket.socket:
-        if self._control is not None and self._process is not None and self._process.poll() is None:
-            return self._control
-        self._stop()
-        ours, theirs = socket.socketpair()
-        command = [self.python, "-c", BOOTSTRAP, str(PACKAGE), str(theirs.fileno()), self.target, self._options]
+    def _launch(self) -> tuple[ServerProcess, socket.socket]:
         try:
-            with theirs:
-                process = subprocess.Popen(
-                    [*command, *self._path],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONSAFEPATH": "1"} | self._variables,
-                )
+            return launch_server(self.python, [self.target, self._options, *self._path], self._variables)
         except OSError as error:
-            ours.close()
             raise ConfigurationError(f"python={self.python!r} cannot be run: {error}") from error
-        self._process, self._control = process, ours
-        weakref.finalize(self, _end, process, ours)
-        self._greet(ours)
-        return ours
 
-    def _greet(self, control: socket.socket) -> None:
-        ready, _, _ = select.select([control], [], [], START_SECONDS)
-        greeting: Message
-        try:
-            greeting = receive(control) if ready else {}
-        except Closed:
-            greeting = {}
-        if "ready" in greeting:
-            return
-        self._stop()
-        if "error" in greeting:
-            cause = rebuild_error(greeting["error"])
+    def _refuse(self, cause: Exception | None) -> None:
+        if cause is not None:
             raise ConfigurationError(
                 f"{self.python} cannot import {self.target}: {type(cause).__name__}: {cause}"
             ) from cause
@@ -134,13 +182,32 @@ class Host:
             "Python 3.11 or newer with the environment's own packages, and transformers where tools are methods"
         )
 
-    def _stop(self) -> None:
-        process, control, self._process, self._control = self._process, self._control, None, None
-        if process is not None and control is not None:
-            _end(process, control)
+
+def launch_server(
+    python: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None
+) -> tuple[ServerProcess, socket.socket]:
+    """A process of ``python`` that runs ``remote.server.main(FD, *arguments)``, and our end of its control socket.
+
+    Raises:
+        OSError: ``python`` cannot be run.
+    """
+    ours, theirs = socket.socketpair()
+    command = [python, "-c", BOOTSTRAP, str(PACKAGE), str(theirs.fileno()), *arguments]
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONSAFEPATH": "1"} | dict(variables or {}),
+            )
+    except OSError:
+        ours.close()
+        raise
+    return process, ours
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+def _end(process: ServerProcess, control: socket.socket) -> None:
     """Closing the control socket ends it, and lets it end its instances first."""
     control.close()
     try:

@@ -7,8 +7,10 @@ runs what is async. A watching thread ends the process, and all that it started,
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import inspect
+import io
 import os
 import random
 import select
@@ -17,24 +19,29 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, cast
 
-from envgrad.environments.boundary import Raised, guard
+from envgrad.environments.boundary import Ok, Raised, as_exception, guard, guard_in_thread
+from envgrad.environments.closing import call_all_now
 from envgrad.environments.contract import inspect_environment
-from envgrad.environments.copy_safety import attributes_of
+from envgrad.environments.copy_safety import attributes_of, is_copy_safe
 from envgrad.environments.members import ToolResult
-from envgrad.environments.remote.wire import Closed, Message, describe_error, encode, receive, send
+from envgrad.environments.policy import use_policy
+from envgrad.environments.remote.wire import Closed, Message, describe_error, encode, receive, send, unpack
 from envgrad.environments.results import read_reward, read_step
 from envgrad.environments.spec import EnvironmentSpec
+from envgrad.environments.start import fork_instance
 from envgrad.environments.state_walk import Walker
 from envgrad.environments.tools import ToolSpec, check_arguments, find_tool, result_text
-from envgrad.errors import EnvironmentContractError, EpisodeDone
+from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeDone
 
 SHORT = 120
 """characters of a state's value that are shown where two differ"""
+
+PROBE_CLOSE_SECONDS = 10.0
 
 
 class Interrupted(BaseException):
@@ -45,21 +52,69 @@ def serve_instance(connection: socket.socket, factory: Callable[[], object]) -> 
     """Build an instance, describe it, and answer requests until the socket closes."""
     os.setsid()  # what user code starts is in this process's group, and ends with it
     _watch(connection)
-    made = guard(inspect_environment, "", factory)
+    for stream in (sys.stdout, sys.stderr):  # what it prints is seen when it is printed, whatever becomes of it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    reseed_generators()
+    made = _build(factory)
     if isinstance(made, Raised):
         send(connection, encode({"error": describe_error(made.error)}, "an error"))
         return
     spec, instance = cast(tuple[EnvironmentSpec, object], made.value)
     desk = _Desk(connection=connection, instance=instance, spec=spec, loop=asyncio.new_event_loop())
-    send(connection, encode({"pid": os.getpid(), "described": describe(spec)}, "the description"))
-    desk.serve()
+    send(connection, encode({"pid": os.getpid(), "described": describe(spec, instance)}, "the description"))
+    with use_policy(_FarPolicy()):
+        desk.serve()
 
 
-def describe(spec: EnvironmentSpec) -> Message:
-    """A spec as JSON: what the other side builds its class from."""
+def _build(factory: Callable[[], object]) -> Ok | Raised:
+    """An instance and its spec. A factory that raises is a failure of this instance, not a break of the contract."""
+    made = guard_in_thread(factory)
+    if isinstance(made, Raised):
+        if isinstance(made.error, EnvironmentContractError):
+            return made
+        error = EnvironmentFailure(f"the factory raised {type(made.error).__name__}: {made.error}")
+        return Raised(error, made.seconds)
+    found = guard(inspect_environment, "", lambda: made.value)
+    if isinstance(found, Raised):
+        return found
+    spec, instance = cast(tuple[EnvironmentSpec, Any], found.value)
+    why = _refused(spec, type(instance).__name__)
+    if why is not None and spec.has_close:
+        call_all_now([instance.close], timeout=PROBE_CLOSE_SECONDS)
+    return found if why is None else Raised(EnvironmentContractError(why), found.seconds)
+
+
+def _refused(spec: EnvironmentSpec, name: str) -> str | None:
+    """Why an environment cannot live in a process of its own."""
+    if spec.has_group_reward:
+        return (
+            f"{name} has group_reward, which reads all siblings of a group, and in processes of their own they cannot "
+            "see each other: use environment_executor='thread'"
+        )
     if spec.runs_agent:
-        raise EnvironmentContractError("run_agent cannot play from another process: it asks the sampler in this one")
+        return (
+            f"{name} has run_agent, which asks the sampler in the trainer's process, and cannot play from another one: "
+            "use environment_executor='thread'"
+        )
+    return None
+
+
+class _FarPolicy:
+    """Answers an environment that asks the policy, which is in another process."""
+
+    async def __call__(self, messages: Sequence[Mapping[str, Any]], /, *, max_tokens: int | None = None) -> str:
+        raise EnvironmentFailure(
+            "the policy is in the trainer's process and this environment in one of its own, so it cannot ask: play it "
+            "with environment_executor='thread'"
+        )
+
+
+def describe(spec: EnvironmentSpec, instance: object) -> Message:
+    """A spec as JSON: what the other side builds its class from."""
     return {
+        "name": type(instance).__name__,
+        "may_copy": may_copy(spec),
         "reset_names": sorted(spec.reset_names),
         "reset_required": sorted(spec.reset_required),
         "reset_takes_all": spec.reset_takes_all,
@@ -68,13 +123,18 @@ def describe(spec: EnvironmentSpec) -> Message:
         "tools": [_tool(tool) for tool in spec.tools],
         "members": [
             name
-            for name in ("get_reward", "get_feedback", "read_chat", "group_reward", "fork", "close")
+            for name in ("get_reward", "get_feedback", "read_chat", "fork", "close")
             if getattr(spec, f"has_{name}")
         ],
         "has_state": spec.has_state,
         "finite": spec.num_tasks is not None,
         "determinism": spec.determinism,
     }
+
+
+def may_copy(spec: EnvironmentSpec) -> bool:
+    """Whether siblings may be copies of one instance, if that is safe: see ``environments.start``."""
+    return not (spec.has_close or spec.has_fork or spec.uses_task_identity)
 
 
 def _tool(tool: ToolSpec) -> Message:
@@ -122,7 +182,11 @@ class _Desk:
             answer["id"] = request["id"]
             if self.spec.has_done or hasattr(self.instance, "done"):
                 done = guard(self.spec.read_done, self.instance)
-                answer["done"] = done.value if not isinstance(done, Raised) else False
+                if not isinstance(done, Raised):
+                    answer["done"] = done.value
+                elif request["op"] in ("call", "step"):
+                    failure = EnvironmentFailure(f"done raised {type(done.error).__name__}: {done.error}")
+                    answer = {"id": request["id"], "error": describe_error(failure)}
             self._reply(answer, str(request["op"]))
             if request["op"] == "close":
                 return
@@ -143,12 +207,14 @@ class _Desk:
         operation = getattr(self, f"_do_{request['op']}")
         try:
             self.busy = True
-            made = guard(operation, **request["arguments"])
+            made = guard_in_thread(functools.partial(operation, **request["arguments"]))  # sys.exit() is the user's too
             self.busy = False
         except Interrupted:
-            self._drop_tasks()
-            return {"interrupted": True}
+            made = Raised(as_exception(Interrupted()), 0.0)
         if isinstance(made, Raised):
+            if isinstance(made.error.__cause__, Interrupted):
+                self._drop_tasks()
+                return {"interrupted": True}
             if isinstance(made.error, EpisodeDone):
                 return {"value": {"ended": result_text(made.error.observation)}}
             return {"error": describe_error(made.error)}
@@ -174,12 +240,16 @@ class _Desk:
 
     # -- what can be asked
 
-    def _do_reset(self, given: Mapping[str, Any], generators: int) -> Message:
+    def _do_reset(self, packed: Message, generators: int) -> Message:
         seed_generators(generators)
-        opening = self._run(self.instance.reset(**given))
+        opening = self._run(self.instance.reset(**unpack(packed)))
         self.tools = self.spec.tools_of(self.instance)
         changed = self.tools != self.spec.tools
-        return {"opening": opening, "tools": [_tool(tool) for tool in self.tools] if changed else None}
+        return {
+            "opening": opening,
+            "tools": [_tool(tool) for tool in self.tools] if changed else None,
+            "copy_safe": may_copy(self.spec) and is_copy_safe(self.instance),
+        }
 
     def _do_call(self, name: str, given: Mapping[str, Any]) -> Message:
         tool = find_tool(name, self.tools)
@@ -216,6 +286,15 @@ class _Desk:
             state = dict(attributes_of(self.instance) or {})
         return {str(name): _pictured(value, str(name)) for name, value in sorted(state.items(), key=str)}
 
+    def _do_read(self, name: str) -> Message:
+        """An attribute, for reward functions that look at their environments; a method is named, and called later."""
+        value = getattr(self.instance, name)
+        return {"method": True} if callable(value) else {"method": False, "value": value}
+
+    def _do_invoke(self, name: str, packed: Message) -> object:
+        given = unpack(packed)
+        return self._run(getattr(self.instance, name)(*given["args"], **given["kwargs"]))
+
     def _do_state_dict(self) -> object:
         return self.instance.state_dict()
 
@@ -227,26 +306,28 @@ class _Desk:
             self._run(self.instance.close())
 
     def _do_fork(self) -> Message:
-        """Fork the instance as it defines it, and this process: the new one serves the copy."""
-        copy = self.instance.fork()
-        if copy is None or copy is self.instance:
-            raise EnvironmentContractError("fork() must return a new, independent instance")
-        _, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the watching thread holds no lock
-            child = os.fork()
-        if child:
-            os.close(fds[0])
-            return {"pid": child}
+        """Fork the instance as it defines it, or copy it, and fork this process: the new one serves the copy."""
+        _, (fd, *_), _, _ = socket.recv_fds(self.connection, 1, 1)  # first of all: the next request begins behind it
         try:
-            os.setsid()
-            self.connection.close()
-            self.connection = socket.socket(fileno=fds[0])
-            self.instance, self.busy, self.loop = copy, False, asyncio.new_event_loop()
-            _watch(self.connection)
-            self.serve()
+            copy = fork_instance(self.instance)
+            drawn = random.getstate()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # the watching thread holds no lock
+                child = os.fork()
+            if child:
+                return {"pid": child}
+            try:
+                os.setsid()
+                self.connection.close()
+                self.connection = socket.socket(fileno=os.dup(fd))
+                random.setstate(drawn)  # a fork seeds it anew
+                self.instance, self.busy, self.loop = copy, False, asyncio.new_event_loop()
+                _watch(self.connection)
+                self.serve()
+            finally:
+                os._exit(0)
         finally:
-            os._exit(0)
+            os.close(fd)
 
 
 def _pictured(value: object, path: str) -> list[str]:
@@ -256,8 +337,17 @@ def _pictured(value: object, path: str) -> list[str]:
 
 
 def seed_generators(seed: int) -> None:
-    """Put the process-global generators at the group's beginning: nobody else draws from them in this process."""
+    """Put the process-global generators at the group's beginning, as ``isolation.Stream`` does in threads."""
     random.seed(seed)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
+    if torch is not None:
+        torch.manual_seed(seed)
+
+
+def reseed_generators() -> None:
+    """Not as in the process that this one was forked from, with all its siblings. (``random`` does so by itself.)"""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+        numpy.random.seed()

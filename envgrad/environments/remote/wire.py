@@ -1,9 +1,16 @@
-"""Frames of JSON over a socket pair: a length in four bytes, then the text. Nothing is ever unpickled."""
+"""Frames of JSON over a socket pair: a length in four bytes, then the text.
+
+What an environment's process says is JSON, and nothing of it is ever unpickled. The other way round, a process of this
+same Python that was started from here gets its factory and what ``reset`` is given pickled (``pack``): rows may hold
+dates or bytes.
+"""
 
 from __future__ import annotations
 
+import base64
 import builtins
 import json
+import pickle
 import socket
 import struct
 from collections.abc import Mapping
@@ -44,6 +51,45 @@ def encode(message: Mapping[str, object], what: str) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
+def pack(value: object, what: str) -> Message:
+    """``value`` for a process of this Python that was started here: as JSON where that keeps it, else pickled.
+
+    Raises:
+        EnvironmentFailure: it cannot be pickled; ``what`` names it.
+
+    Example:
+        >>> pack({"level": 3}, "reset's arguments"), unpack(pack({"at": (1, 2)}, "reset's arguments"))
+        ({'plain': {'level': 3}}, {'at': (1, 2)})
+    """
+    try:
+        plain = json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        plain = None
+    if plain is not None and _same(plain, value):
+        return {"plain": plain}
+    try:
+        pickled = pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailure(f"{what} cannot go to another process: {error}") from error
+    return {"pickled": base64.b64encode(pickled).decode()}
+
+
+def unpack(packed: Message) -> Any:
+    """What was packed, on the side that was started by the other one."""
+    return packed["plain"] if "plain" in packed else pickle.loads(base64.b64decode(packed["pickled"]))
+
+
+def _same(plain: object, value: object) -> bool:
+    """Whether JSON has kept ``value``, types included."""
+    if type(plain) is not type(value):
+        return False
+    if isinstance(plain, dict) and isinstance(value, dict):
+        return plain.keys() == value.keys() and all(_same(item, value[key]) for key, item in plain.items())
+    if isinstance(plain, list) and isinstance(value, list):
+        return all(_same(one, other) for one, other in zip(plain, value, strict=True))
+    return plain == value or plain != plain
+
+
 def decode(data: bytes) -> Message:
     """The message of a frame without its length."""
     message: Message = json.loads(data.decode("utf-8", "surrogatepass"))
@@ -69,8 +115,13 @@ def receive(connection: socket.socket) -> Message:
         Closed: the other side is gone.
         TimeoutError: past the socket's time-out.
     """
+    return decode(receive_bytes(connection))
+
+
+def receive_bytes(connection: socket.socket) -> bytes:
+    """``receive``, of a frame that is no JSON."""
     (length,) = HEADER.unpack(_exactly(connection, HEADER.size))
-    return decode(_exactly(connection, length))
+    return _exactly(connection, length)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

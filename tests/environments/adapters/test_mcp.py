@@ -83,6 +83,16 @@ def test_a_shared_server_is_the_users_word() -> None:
         environment(reward=3)
 
 
+def test_what_decides_the_task_is_declared_and_probed() -> None:
+    report = check_environment(environment(tools=["listed"], determinism="seeded"), groups=3)
+    assert report.ok and str(report.determinism) == report.declared == "seeded", str(report)
+    # A server that all share remembers: episodes are not decided by their seed.
+    report = check_environment(environment(tools=["listed"], shared=True, determinism="seeded"), groups=2)
+    assert not report.ok and str(report.determinism) == "none", str(report)
+    with pytest.raises(ConfigurationError, match="determinism='task' must be one of"):
+        environment(determinism="task")
+
+
 def test_tools_are_typed_by_the_servers_schemas_and_errors_are_text(tmp_path: Path) -> None:
     async def length(server: MCPEpisode) -> float:
         return float(len(await server.call("listed")))

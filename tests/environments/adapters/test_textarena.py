@@ -23,8 +23,9 @@ from envgrad.errors import ConfigurationError, EnvironmentFailure
 class Count(textarena.Env):
     """Players add 1 to 3 in turn; who reaches 5 wins. What it does wrong is told by its options."""
 
-    def __init__(self, first: int = 0, players: int = 2, pays: object = 1, ends_at_start: int = 0) -> None:
+    def __init__(self, first: int = 0, players: int = 2, pays: object = 1, ends_at_start: int = 0, wins=None) -> None:
         self.first, self.players, self.pays, self.ends_at_start = first, players, pays, ends_at_start
+        self.wins = wins
         self.words = [f"word{number}" for number in range(600)]
 
     def reset(self, num_players, seed=None):
@@ -44,7 +45,7 @@ class Count(textarena.Env):
         self.state.add_observation(action, textarena.ObservationType.PLAYER_ACTION, from_id=mover)
         self.total += int(action.strip("[]"))
         self.state.add_observation(f"It stands at {self.total}.", textarena.ObservationType.GAME_MESSAGE)
-        if self.total >= 5:
+        if self.total >= 5 or action == self.wins:
             self._win(mover)
         return self.state.step()
 
@@ -128,16 +129,77 @@ def test_the_policy_plays_the_other_seat_in_a_chat_of_its_own():
             await episode.reset(seed=seed_at(0))
             for _ in range(3):
                 result = await episode.step("[1]")
-        return episode, result
+            return result, await episode.get_reward()
 
-    episode, result = asyncio.run(play())
-    assert result.done and episode.get_reward() == 1.0
+    result, reward = asyncio.run(play())
+    assert result.done and reward == 1.0
     (first, limit), (second, _) = asked
     assert limit == 7 and [message["role"] for message in first] == ["system", "user"]
     assert first[1]["content"].startswith("You are player 1.")
     assert second[:3] == [*first, {"role": "assistant", "content": "[1]"}]
     # It reads what came since, and not its own move.
     assert second[3] == {"role": "user", "content": "It stands at 2.\n[Player 0] [1]\nIt stands at 3."}
+
+
+class Parts:
+    """Answers the other seats, for so many moves, and keeps what they earn."""
+
+    def __init__(self, moves=100):
+        self.moves, self.said, self.rewards, self.forgotten = moves, [], {}, []
+
+    async def play(self, part, messages, max_tokens):
+        self.said.append((part, len(messages)))
+        return "[1]" if len(self.said) <= self.moves else None
+
+    def reward(self, part, reward):
+        self.rewards[part] = reward
+
+    def forget(self, part):
+        self.forgotten.append(part)
+
+
+async def by_itself(episode, parts, seed, moves):
+    with use_policy(None, parts):
+        await episode.reset(seed=seed)
+        for _ in range(moves):
+            result = await episode.step("[1]")
+        return result, await episode.get_reward()
+
+
+def test_each_seat_of_the_policys_earns_its_own_reward():
+    parts = Parts()
+    game = TextArenaEnvironment("Count-v0", opponents="self", seat=0)
+    result, reward = asyncio.run(by_itself(game(), parts, seed_at(0), 3))
+    assert result.done and (reward, parts.rewards) == (1.0, {"seat_1": -1.0})
+    assert parts.said == [("seat_1", 1), ("seat_1", 3)]  # its chat goes on
+    parts = Parts()
+    game = TextArenaEnvironment("Count-v0", opponents="self", seat=1)
+    result, reward = asyncio.run(by_itself(game(), parts, seed_at(0), 2))
+    assert result.done and (reward, parts.rewards) == (-1.0, {"seat_0": 1.0})
+
+
+def test_a_game_ends_where_another_seat_has_no_room_left():
+    for unfinished in (0.5, None):
+        parts = Parts(moves=1)
+        episode = TextArenaEnvironment("Count-v0", opponents="self", seat=0, unfinished_reward=unfinished)()
+        result, reward = asyncio.run(by_itself(episode, parts, seed_at(0), 2))
+        assert result.done and episode.done and not episode.table.over
+        assert (reward, parts.rewards) == (unfinished, {"seat_1": unfinished})
+    first = TextArenaEnvironment("Count-v0", opponents="self", seat=1)()
+    with pytest.raises(EnvironmentFailure, match="no room for the other seats' first moves"):
+        asyncio.run(by_itself(first, Parts(moves=0), 1, 0))
+
+
+def test_what_was_said_in_a_game_that_is_dealt_again_is_forgotten():
+    parts = Parts()
+
+    async def play():
+        with use_policy(None, parts):
+            await TextArenaEnvironment("Count-v0", opponents="self", seat=1, wins="[1]")().reset(seed=1)
+
+    with pytest.raises(EnvironmentFailure, match="16 games of Count-v0"):
+        asyncio.run(play())
+    assert parts.forgotten == ["seat_0"] * 15  # what the last one said is of an episode that fails
 
 
 def test_self_play_needs_a_rollout():

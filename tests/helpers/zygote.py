@@ -113,7 +113,7 @@ class Zygote:
         if self._running is not None and alive(self._running):  # a test gave it up
             os.killpg(self._running, signal.SIGKILL)
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)  # its interpreter is large, and the machine may be busy
 
 
 def _serve(module: str) -> None:

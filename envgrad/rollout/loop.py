@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
+CLOSE_SECONDS = 5.0
+"""that what still runs gets to obey its cancellation; user code may refuse"""
 LIVENESS_SECONDS = 0.5
 """how often a waiting caller looks whether the loop's thread lives"""
 
@@ -58,20 +63,35 @@ class RolloutLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel what still runs, stop the loop and join its thread. Safe to call twice."""
+        """Cancel what still runs, stop the loop and join its thread. Safe to call twice.
+
+        What refuses to be cancelled for ``CLOSE_SECONDS`` is left behind, with a warning.
+        """
         if self._loop.is_closed():
             return
-        self.run(_cancel_others())
+        refusing = self.run(_cancel_others())
+        if refusing:
+            logger.warning(
+                "%d asynchronous calls go on for %.0f s after they were cancelled, and are left behind: an "
+                "environment's coroutine catches CancelledError",
+                refusing,
+                CLOSE_SECONDS,
+            )  # fmt: skip
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _cancel_others() -> None:
+async def _cancel_others() -> int:
+    """How many refuse."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if not others:
+        return 0
+    ended, refusing = await asyncio.wait(others, timeout=CLOSE_SECONDS)
+    await asyncio.gather(*ended, return_exceptions=True)  # their errors are of no use any more
+    return len(refusing)
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[object, object, T]]) -> list[T]:

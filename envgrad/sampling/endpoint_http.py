@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +12,14 @@ from typing import Any
 import httpx2
 
 from envgrad.errors import ConfigurationError, SamplerFailure
+from envgrad.sampling.http_retry import CONNECT_SECONDS, Backoff, Shown, may_pass
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0
-"""seconds between tries: doubled each time, with up to half of it more at random"""
+"""seconds between tries (``Backoff``)"""
 PROBE_SECONDS = 2.0
 """how often a server that was given up is asked again"""
-CONNECT_SECONDS = 10.0
 LEAST_TOKENS = 16
 """a chat is too long if the server has no room even for so many"""
-_REPEATED = (408, 409, 425, 429)
 _TOO_LONG = ("context length", "context_length", "context window", "context size", "maximum context")
 _SHOWN = 500
 
@@ -60,7 +58,7 @@ class HttpClient:
         self.url = url
         self.retries = 0
         self._headers = {**headers, "Content-Type": "application/json"}
-        self._secrets = [value.removeprefix("Bearer ") for value in headers.values()]
+        self._shown = Shown.of(headers, most=_SHOWN)
         self._timeout = httpx2.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None)
         self._limit = max_connections
         self._patience = patience
@@ -98,19 +96,18 @@ class HttpClient:
         if self._gone is not None:
             return await self._probe(client, body)
         began = time.monotonic()
-        deadline, delay = began + self._patience, FIRST_DELAY
+        deadline, backoff = began + self._patience, Backoff(FIRST_DELAY, LONGEST_DELAY)
         while True:
             outcome = await self._try(client, body)
             if not isinstance(outcome, _Trouble):
                 return outcome
-            wait = delay * (1 + random.random() / 2) if outcome.wait is None else outcome.wait
+            wait = backoff.next() if outcome.wait is None else outcome.wait
             if time.monotonic() + wait > deadline or self._gone is not None:
                 if self._answered < began:
                     self._gone = outcome.why
                 raise self._failure(outcome) from outcome.cause
             self.retries += 1
             await asyncio.sleep(wait)
-            delay = min(2 * delay, LONGEST_DELAY)
 
     async def _probe(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply | None:
         """One try, if none is under way or just made, on a server that was given up."""
@@ -135,8 +132,8 @@ class HttpClient:
             response = await client.post(self.url, content=json.dumps(sent).encode("ascii"))
         except httpx2.RequestError as error:
             return _Trouble(why=f"{type(error).__name__}: {error or 'no answer'}", cause=error)
-        status, text = response.status_code, self._shown(response.text)
-        if status in _REPEATED or status >= 500:
+        status, text = response.status_code, self._shown.text(response.text)
+        if may_pass(status):
             return _Trouble(why=f"status {status}: {text}", wait=_retry_after(response.headers.get("retry-after")))
         if status == 400 and self._tokens_field in sent and self._renames_tokens(response.text):
             return await self._try(client, body)
@@ -161,12 +158,6 @@ class HttpClient:
             return False
         self._tokens_field = "max_completion_tokens"
         return True
-
-    def _shown(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        text = " ".join(text.split())
-        return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
     async def close(self) -> None:
         if self._client is not None:

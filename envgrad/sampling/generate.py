@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +23,20 @@ from envgrad.sampling.limits import check_request, check_stop_strings, context_o
 from envgrad.sampling.requests import Request, SamplerStats, StopStrings
 from envgrad.sampling.sampler import Completion, SamplingParams, Session
 from envgrad.sampling.sampling_ops import SamplingBatch, sample_tokens
+from envgrad.sampling.sessions import OpenSessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Update:
+    """New weights that wait for the row in hand."""
+
+    version: int
+    named_tensors: Mapping[str, Tensor] | None
+    done: threading.Event = field(default_factory=threading.Event)
+    error: ConfigurationError | None = None
 
 
 class GenerateSampler:
@@ -30,6 +44,9 @@ class GenerateSampler:
 
     The same seeds give the same tokens as ``LocalSampler`` (up to float rounding). Log-probs come from one plain
     forward of the finished row, so they are the trainer's.
+
+    Args:
+        model, max_context, tokenizer, autocast, activity, update_timeout: as in ``LocalSampler``.
 
     Raises:
         ConfigurationError: ``max_context`` is out of range.
@@ -52,15 +69,18 @@ class GenerateSampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         autocast: torch.dtype | None = None,
         activity: Activity | None = None,
+        update_timeout: float | None = None,
     ) -> None:
         self._model = model
+        self._update_timeout = update_timeout
+        self._updates: queue.SimpleQueue[_Update] = queue.SimpleQueue()
         self._max_context = context_of(model, max_context)
         self._vocabulary = vocabulary_of(model)
         self._stops = None if tokenizer is None else StopStrings(tokenizer)
         self._autocast = autocast
         self._activity = activity
         self._version = 0
-        self._sessions: set[str] = set()
+        self._sessions = OpenSessions()
         self._closed = False
         self._running: set[Request] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="envgrad-sampler")
@@ -79,18 +99,15 @@ class GenerateSampler:
         return self._max_context
 
     def begin(self, session: Session) -> None:
-        if session.key in self._sessions:
-            raise ConfigurationError(f"session {session.key!r} has begun already; end it before it begins again")
-        self._sessions.add(session.key)
+        self._sessions.begin(session)
 
     def end(self, session: Session) -> None:
-        self._sessions.discard(session.key)
+        self._sessions.end(session)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, session: Session) -> Completion:
         check_request(prompt_ids, params, max_context=self._max_context, vocabulary=self._vocabulary)
         check_stop_strings(params, self._stops)
-        if session.key not in self._sessions:
-            raise ConfigurationError(f"session {session.key!r} has not begun; call begin(session) before sample")
+        self._sessions.check(session)
         if self._closed:
             raise SamplerFailure("the sampler is closed")
         request = Request.of(prompt_ids, params, session, self._max_context)
@@ -106,8 +123,27 @@ class GenerateSampler:
             self._running.discard(request)
 
     def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
-        """Serve policy ``version`` after the row that is being sampled."""
-        self._worker.submit(self._update, version, named_tensors).result()
+        """Serve policy ``version`` after the row that is being sampled; rows that wait for their turn get it.
+
+        Raises:
+            ConfigurationError: names or shapes are not the model's.
+            SamplerFailure: the sampler is closed, or the row in hand took longer than ``update_timeout``.
+        """
+        if self._closed:
+            raise SamplerFailure("the sampler is closed")
+        update, asked = _Update(version=version, named_tensors=named_tensors), time.monotonic()
+        self._updates.put(update)
+        self._worker.submit(self._update)  # before the next row, or now if there is none
+        while not update.done.wait(0.5):
+            if self._closed:
+                raise SamplerFailure("the sampler is closed")
+            if self._update_timeout is not None and time.monotonic() - asked > self._update_timeout:
+                raise SamplerFailure(
+                    f"the weights of version {version} were not taken over within {self._update_timeout} s "
+                    "(weight_sync_timeout): one answer of model.generate takes longer than that; raise it"
+                )
+        if update.error is not None:
+            raise update.error
 
     def close(self) -> None:
         """Stop; open requests fail with ``SamplerFailure``. Safe to call twice."""
@@ -116,12 +152,19 @@ class GenerateSampler:
             request.limit = 0
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _update(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
-        if named_tensors is not None:
-            load_tensors(self._model, named_tensors)
-        self._version = version
+    def _update(self) -> None:
+        while not self._updates.empty():
+            update = self._updates.get()
+            try:
+                if update.named_tensors is not None:
+                    load_tensors(self._model, update.named_tensors)
+                self._version = update.version
+            except ConfigurationError as error:  # the caller's names or shapes
+                update.error = error
+            update.done.set()
 
     def _answer(self, request: Request) -> Completion:
+        self._update()
         request.policy_version = self._version
         device, started = self._model.device, time.perf_counter()
         own_config = self._model.generation_config

@@ -15,21 +15,14 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from envgrad.errors import WeightTransferError
+from envgrad.sampling.weight_format import METADATA, FileHead, tensor_bytes
 
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_METADATA = "__metadata__"
 _CHUNK = 1 << 24
 """bytes read or written at once"""
 
@@ -76,14 +69,12 @@ def write_weights(named_tensors: Mapping[str, Tensor], version: int) -> WeightFi
         ...     read_weights(file.file, file.facts())["a"].sum()
         tensor(6.)
     """
-    header, size = _header(named_tensors, version)
-    names = [name for name in header if name != _METADATA]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    written = WeightFile(file=_open(), size=8 + len(text) + size, checksum=0, version=version)
+    head, aliases = _head(named_tensors)
+    beginning = head.written({"version": str(version), "aliases": json.dumps(aliases)})
+    written = WeightFile(file=_open(), size=len(beginning) + head.tensor_bytes, checksum=0, version=version)
     try:
-        _write(written, memoryview(struct.pack("<Q", len(text)) + text))
-        for name in names:
+        _write(written, memoryview(beginning))
+        for name in head.names:
             for part in _parts(named_tensors[name]):
                 _write(written, part)
     except OSError as error:
@@ -101,35 +92,24 @@ def _write(written: WeightFile, part: memoryview) -> None:
         part = part[os.write(written.file, part) :]
 
 
-def _header(named_tensors: Mapping[str, Tensor], version: int) -> tuple[dict[str, Any], int]:
-    """What stands where in the file, and how many bytes the tensors take."""
-    header: dict[str, Any] = {}
+def _head(named_tensors: Mapping[str, Tensor]) -> tuple[FileHead, dict[str, str]]:
+    """What stands where in the file, and which tensors are others of it by another name."""
+    head = FileHead()
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
-    at = 0
     for name, tensor in named_tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise WeightTransferError(f"tensor {name!r} is of {tensor.dtype}, which safetensors cannot hold")
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         other = first.setdefault(memory, name)
         # Memory is freed and given again where tensors are made as they are read: compare two that both live.
         if other != name and tensor.numel() and named_tensors[other].data_ptr() == tensor.data_ptr():
             aliases[name] = other
-            continue
-        end = at + _bytes_of(tensor)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    header[_METADATA] = {"version": str(version), "aliases": json.dumps(aliases)}
-    return header, at
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        else:
+            head.add(name, tensor)
+    return head, aliases
 
 
 def _parts(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    data = flat.numpy().data
+    data = tensor_bytes(tensor)
     for start in range(0, len(data), _CHUNK):
         yield data[start : start + _CHUNK]
 
@@ -177,5 +157,5 @@ def read_weights(file: int, facts: Mapping[str, int]) -> dict[str, Tensor]:
 
 def _metadata(file: int) -> dict[str, str]:
     (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
-    metadata: dict[str, str] = json.loads(os.pread(file, length, 8))[_METADATA]
+    metadata: dict[str, str] = json.loads(os.pread(file, length, 8))[METADATA]
     return metadata

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from envgrad.errors import ConfigurationError, SamplerFailure
 from envgrad.sampling.sampler import Completion, SamplingParams, Session
+from envgrad.sampling.sessions import OpenSessions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,13 +64,14 @@ class ScriptedSampler:
         self._max_context = max_context
         self._latency = latency
         self._version = 0
+        self._sessions = OpenSessions()
         self._turns: dict[str, int] = {}
         self._closed = False
         self.requests: list[ScriptedRequest] = []
 
     @property
     def open_sessions(self) -> frozenset[str]:
-        return frozenset(self._turns)
+        return self._sessions.keys
 
     @property
     def closed(self) -> bool:
@@ -88,11 +90,11 @@ class ScriptedSampler:
         return self._max_context
 
     def begin(self, session: Session) -> None:
-        if session.key in self._turns:
-            raise ConfigurationError(f"session {session.key!r} has begun already; end it before it begins again")
+        self._sessions.begin(session)
         self._turns[session.key] = 0
 
     def end(self, session: Session) -> None:
+        self._sessions.end(session)
         self._turns.pop(session.key, None)
 
     def update_weights(self, version: int, named_tensors: Mapping[str, Tensor] | None) -> None:
@@ -104,8 +106,7 @@ class ScriptedSampler:
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, session: Session) -> Completion:
         if self._closed:
             raise SamplerFailure("the sampler is closed")
-        if session.key not in self._turns:
-            raise ConfigurationError(f"session {session.key!r} has not begun; call begin(session) before sample")
+        self._sessions.check(session)
         room = self._max_context - len(prompt_ids)
         if room < 1:
             raise SamplerFailure(

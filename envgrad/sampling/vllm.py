@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from envgrad.errors import ConfigurationError, EnvgradError, SamplerDied, SamplerFailure
 from envgrad.rollout.loop import RolloutLoop, gather_or_cancel
+from envgrad.sampling.http_retry import Backoff
 from envgrad.sampling.sampler import Completion, SamplingParams, Session
+from envgrad.sampling.sessions import OpenSessions
 from envgrad.sampling.vllm_http import Answer, ServerHttp
 from envgrad.sampling.vllm_options import VLLMOptions
 from envgrad.sampling.vllm_server import VLLMServer, meet
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FIRST_DELAY, LONGEST_DELAY = 0.2, 5.0
-"""seconds between tries: doubled each time, with up to half of it more at random"""
+"""seconds between tries (``Backoff``)"""
 LOOK_SECONDS = 1.0
 """how often a server is asked whether it is well"""
 DEATH_SECONDS = 5.0
@@ -114,6 +115,7 @@ class VLLMSampler:
         self.options = options
         self._transport: Transport | None = None
         self._loop = RolloutLoop()
+        self._sessions = OpenSessions()
         self._open: dict[str, VLLMServer | None] = {}
         """by session"""
         self._groups: dict[str, str] = {}
@@ -167,12 +169,12 @@ class VLLMSampler:
         return self._servers
 
     def begin(self, session: Session) -> None:
-        if session.key in self._open:
-            raise ConfigurationError(f"session {session.key!r} has begun already; end it before it begins again")
+        self._sessions.begin(session)
         self._open[session.key] = None
         self._groups[session.key] = session.group
 
     def end(self, session: Session) -> None:
+        self._sessions.end(session)
         self._open.pop(session.key, None)
         self._groups.pop(session.key, None)
 
@@ -185,8 +187,7 @@ class VLLMSampler:
         """
         if self._closed:
             raise SamplerFailure("the sampler is closed")
-        if session.key not in self._open:
-            raise ConfigurationError(f"session {session.key!r} has not begun; call begin(session) before sample")
+        self._sessions.check(session)
         room = self.max_context - len(prompt_ids)
         if not prompt_ids or room < 1:
             raise SamplerFailure(
@@ -236,7 +237,8 @@ class VLLMSampler:
 
     async def _answer(self, row: _Row, session: Session, most: int) -> Completion:
         loop = asyncio.get_running_loop()
-        deadline, delay = math.inf, FIRST_DELAY  # the deadline is for the beginning of a try: each has its whole time
+        deadline, backoff = math.inf, Backoff(FIRST_DELAY, LONGEST_DELAY)
+        # the deadline is for the beginning of a try: each has its whole time
         while True:
             server = await self._server_of(session, deadline)
             await server.admitted()
@@ -254,20 +256,19 @@ class VLLMSampler:
                     return row.completion("length", version)
                 if outcome.finish_reason == "length":
                     raise SamplerFailure(f"{server.url} stopped after {len(row.token_ids)} of {most} tokens")
-                deadline, delay = math.inf, FIRST_DELAY
+                deadline, backoff = math.inf, Backoff(FIRST_DELAY, LONGEST_DELAY)
                 continue
             if outcome.lost:
                 await server.look()
             if deadline == math.inf:
                 deadline = loop.time() + self.options.retry_timeout
-            wait = delay * (1 + random.random() / 2)
+            wait = backoff.next()
             if loop.time() + wait > deadline:
                 raise SamplerFailure(
                     f"{server.url} gave no answer, tried for {self.options.retry_timeout:.3g} s: {outcome.why}"
                 ) from outcome.cause
             self.retries += 1
             await asyncio.sleep(wait)
-            delay = min(2 * delay, LONGEST_DELAY)
 
     async def _server_of(self, session: Session, deadline: float) -> VLLMServer:
         """The session's server; another one where that is lost.

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
+import itertools
 import os
 import secrets
 import shutil
-import struct
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from envgrad.errors import ConfigurationError, WeightTransferError, first_line
+from envgrad.sampling.weight_format import head_of, tensor_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "envgrad-weights-"
 _LOCK = "lock"
-_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""safetensors' names of torch's types"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +100,9 @@ class WeightFolder:
                 was written is removed.
         """
         target = self.path / (name or f"weights-{version}.safetensors")
-        head, size = _header(named_tensors)
+        head = head_of(named_tensors.items())
+        beginning = head.written({"format": "pt"})
+        size = len(beginning) + head.tensor_bytes
         free = shutil.disk_usage(self.path).free
         if size > free:
             raise WeightTransferError(
@@ -116,7 +113,8 @@ class WeightFolder:
         found = hashlib.sha256()
         try:
             with open(unfinished, "wb") as file:
-                for part in (head, *_parts(named_tensors)):
+                parts: Iterator[bytes | memoryview[int]] = map(tensor_bytes, named_tensors.values())
+                for part in itertools.chain([beginning], parts):
                     found.update(part)
                     write_all(file, part)
                 file.flush()
@@ -167,28 +165,3 @@ def _sweep(parent: Path) -> None:
 def _remove_folder(path: Path, lock: IO[str]) -> None:
     shutil.rmtree(path, ignore_errors=True)
     lock.close()
-
-
-def _header(named_tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
-    """The beginning of a safetensors file, and the whole file's size in bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in named_tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _NAMES:
-            raise WeightTransferError(f"tensor {name!r} is of {tensor.dtype}, which is not sent; convert it")
-        end = at + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
-    return head, len(head) + at
-
-
-def _parts(named_tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview[int]]:
-    import torch
-
-    for tensor in named_tensors.values():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        yield flat.numpy().data

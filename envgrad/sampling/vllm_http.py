@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import httpx2
 
 from envgrad.errors import ConfigurationError
+from envgrad.sampling.http_retry import CONNECT_SECONDS, Shown, may_pass
 
-CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
-_REPEATED = (408, 409, 425, 429)
 _SHOWN = 800
 
 Json: TypeAlias = Any
@@ -52,7 +51,7 @@ class ServerHttp:
     def __init__(self, url: str, *, headers: Mapping[str, str], max_connections: int) -> None:
         self.url = url
         self._headers = {**headers, "Content-Type": "application/json"}
-        self._secrets = [value.removeprefix("Bearer ") for value in headers.values()]
+        self._shown = Shown.of(headers, most=_SHOWN)
         self._limit = max_connections
         self._client: httpx2.AsyncClient | None = None
 
@@ -73,8 +72,8 @@ class ServerHttp:
             return Trouble(why=f"no answer to {path} within {timeout:.3g} s ({type(error).__name__})", cause=error)
         except httpx2.RequestError as error:
             return Trouble(why=f"{type(error).__name__}: {error or 'no connection'}", lost=True, cause=error)
-        status, text = response.status_code, self._shown(response.text)
-        if status in _REPEATED or status >= 500:
+        status, text = response.status_code, self._shown.text(response.text)
+        if may_pass(status):
             return Trouble(why=f"status {status} to {path}: {text}")
         if status != 200:
             raise ConfigurationError(f"{self.url} refuses {path} with status {status}: {text}{_hint(status, path)}")
@@ -102,7 +101,7 @@ class ServerHttp:
             return outcome
         results = outcome.get("results") if isinstance(outcome, Mapping) else None
         if not isinstance(results, list) or not all(isinstance(result, Mapping) for result in results) or not results:
-            return Trouble(why=f"{method} was answered by {self._shown(json.dumps(outcome))}, not by each worker")
+            return Trouble(why=f"{method} was answered by {self._shown.text(json.dumps(outcome))}, not by each worker")
         return results
 
     async def complete(self, body: Mapping[str, Json], *, timeout: float) -> Answer | Trouble:
@@ -117,7 +116,9 @@ class ServerHttp:
         try:
             return read_completion(outcome)
         except ValueError as error:
-            return Trouble(why=f"its answer cannot be read ({error}): {self._shown(json.dumps(outcome))}", cause=error)
+            return Trouble(
+                why=f"its answer cannot be read ({error}): {self._shown.text(json.dumps(outcome))}", cause=error
+            )
 
     def _opened(self) -> httpx2.AsyncClient:
         if self._client is None:  # made on the loop that it belongs to
@@ -125,12 +126,6 @@ class ServerHttp:
             secure = self.url.startswith("https")  # else no certificates need be read
             self._client = httpx2.AsyncClient(headers=self._headers, limits=limits, verify=secure)
         return self._client
-
-    def _shown(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        text = " ".join(text.split())
-        return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
     async def close(self) -> None:
         if self._client is not None:

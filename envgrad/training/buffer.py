@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envgrad.errors import ConfigurationError
 from envgrad.types import Episode, Group
@@ -49,9 +49,28 @@ class Finished:
     """False: nothing is to be learned from it, and it holds its place because no more are replaced"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unconsumed:
+    """What was played and is in no round yet: a checkpoint's part of the buffer.
+
+    Rounds are counted from a few before the last, which changes no difference between them.
+    """
+
+    published: tuple[int, ...]
+    """the last versions"""
+    rounds: int
+    waiting: tuple[Finished, ...] = ()
+    """of use, for a round to come"""
+    dropped: tuple[Group, ...] = ()
+    """these and the others came to nothing since the last round, with which they will be counted"""
+    filtered: tuple[Group, ...] = ()
+    stale: tuple[Group, ...] = ()
+
+
 def sampled_versions(episode: Episode) -> set[int]:
-    """The versions of an episode's sampled tokens; others have -1."""
-    return {version for row in episode.rows for version in row.versions if version >= 0}
+    """The versions of an episode's sampled tokens, those of its parts included; others have -1."""
+    rows = [row for one in (episode, *episode.parts) for row in one.rows]
+    return {version for row in rows for version in row.versions if version >= 0}
 
 
 class GroupBuffer:
@@ -123,6 +142,36 @@ class GroupBuffer:
         """Publishes since the oldest sampled token of ``episode``, in any of its rows; 0 without one."""
         versions = sampled_versions(episode)
         return len(self._published) - bisect_right(self._published, min(versions)) if versions else 0
+
+    # -- checkpoints
+
+    def state(self) -> Unconsumed:
+        """Its finished groups, the rounds and versions that they are counted in."""
+        kept = self._published[-(self.max_staleness + 2) :]
+        shift = len(self._published) - len(kept)
+        waiting = [
+            replace(one, place=replace(one.place, last_round=one.place.last_round - shift))
+            for one in self._finished.values()
+        ]
+        return Unconsumed(published=tuple(kept), rounds=self.rounds - shift, waiting=tuple(waiting))
+
+    def restore(self, state: Unconsumed) -> None:
+        """Go on where ``state`` was taken, with another ``max_staleness`` or size of rounds too. Groups that were in
+        play then are not in play here. ``max_rounds`` counts from here on.
+
+        Raises:
+            AssertionError: something has begun.
+        """
+        if self._published or self._admitted:
+            raise AssertionError("a buffer is restored before it is used")
+        self._published, self.rounds = list(state.published), state.rounds
+        if self.max_rounds is not None:
+            self.max_rounds += state.rounds
+        latest = len(self._published) - 1 + self.max_staleness
+        for one in state.waiting:
+            place = Place(number=self._admitted, last_round=min(one.place.last_round, latest))
+            self._finished[place.number] = replace(one, place=place)
+            self._admitted += 1
 
     # -- the rollouts' side
 

@@ -8,18 +8,19 @@ group ends the producer, and is raised where the trainer waits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TypeVar
 
 from envgrad.environments.sources import State
 from envgrad.rollout.activity import ActivityReport
 from envgrad.rollout.runner import Round
-from envgrad.training.buffer import Finished, GroupBuffer, Place, sampled_versions
+from envgrad.training.buffer import Finished, GroupBuffer, Place, Unconsumed, sampled_versions
 from envgrad.training.phases import Laps
-from envgrad.training.rounds import RoundPlan
+from envgrad.training.rounds import RoundPlan, RoundsState
 from envgrad.types import Group
 
 T = TypeVar("T")
@@ -32,6 +33,8 @@ class _Since:
     dropped: list[Group] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)
     stale: list[Group] = field(default_factory=list)
+    draws: dict[int, State] = field(default_factory=dict)
+    """what draws their tasks again, by position"""
 
 
 class Producer:
@@ -43,10 +46,12 @@ class Producer:
     def __init__(self, plan: RoundPlan, buffer: GroupBuffer) -> None:
         self.buffer = buffer
         self.drawn: dict[int, State] = {}
-        """tasks in play or finished, and not in a round yet, by position: the states that draw them again"""
+        """tasks in play or waiting for their round, by position: the states that draw them again"""
         self._plan = plan
         self._running: dict[asyncio.Task[Group], Place] = {}
         self._since = _Since()
+        self._before: RoundsState | None = None
+        """the state before a round was taken that is not in hand"""
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._paused = False
@@ -57,6 +62,37 @@ class Producer:
         """Whether no task is left to draw."""
         return self._plan.draws_left == 0
 
+    def restore(self, state: Unconsumed, draws: Mapping[int, State]) -> None:
+        """Take up the groups that a checkpoint holds, before ``start``."""
+        self.buffer.restore(state)
+        self.drawn = {one.group.task.position: draws[one.group.task.position] for one in state.waiting}
+        came_to_nothing = (*state.dropped, *state.filtered, *state.stale)
+        self._since = _Since(
+            dropped=list(state.dropped),
+            filtered=list(state.filtered),
+            stale=list(state.stale),
+            draws={group.task.position: draws[group.task.position] for group in came_to_nothing},
+        )
+
+    def state(self) -> RoundsState:
+        """Where it stands; before the last round, if that one is not in hand."""
+        if self._before is not None:
+            return self._before
+        since, unconsumed = self._since, self.buffer.state()
+        waiting = {one.group.task.position for one in unconsumed.waiting}
+        again = [self.drawn[position] for position in sorted(self.drawn) if position not in waiting]
+        return RoundsState(
+            tasks=self._plan.tasks.state_dict(again),
+            unconsumed=replace(
+                unconsumed, dropped=tuple(since.dropped), filtered=tuple(since.filtered), stale=tuple(since.stale)
+            ),
+            draws={position: self.drawn[position] for position in waiting} | since.draws,
+        )
+
+    def keep(self) -> None:
+        """The round that was taken is in hand."""
+        self._before = None
+
     def start(self) -> None:
         """Begin; nothing is played before the first publish."""
         self._work = asyncio.ensure_future(self._run())
@@ -65,8 +101,7 @@ class Producer:
         """Weights of ``version`` are served: there may be room for more groups."""
         for group in self.buffer.publish(version):
             self._came_to_nothing(group, self._since.stale)
-        self._paused = False
-        self._wake.set()
+        self.resume()
 
     async def drain(self) -> None:
         """Start no more groups until the next publish, and wait for those in play.
@@ -78,6 +113,11 @@ class Producer:
         while self._running:
             await self._change()
 
+    def resume(self) -> None:
+        """Start groups again, behind ``drain``."""
+        self._paused = False
+        self._wake.set()
+
     async def take(self) -> tuple[list[Finished], _Since]:
         """Wait for the next round.
 
@@ -87,6 +127,8 @@ class Producer:
         self._check()
         while not self.buffer.ready(no_more=self.exhausted):
             await self._change()
+        self._before = None
+        self._before = self.state()
         taken, since, self._since = self.buffer.take(), self._since, _Since()
         for one in taken:
             self.drawn.pop(one.group.task.position, None)
@@ -160,7 +202,7 @@ class Producer:
 
     def _came_to_nothing(self, group: Group, kept: list[Group]) -> None:
         kept.append(group)
-        self.drawn.pop(group.task.position, None)
+        self._since.draws[group.task.position] = self.drawn.pop(group.task.position)
 
 
 class BufferedRounds:
@@ -191,6 +233,8 @@ class BufferedRounds:
         self._producer: Producer | None = None
         self._taken_at = clock()
         self._closed = False
+        self._restored: RoundsState | None = None
+        """the groups of a checkpoint, until the first round"""
         self.metrics: Mapping[str, float] = {}
 
     def next(self, laps: Laps) -> Round:
@@ -222,6 +266,9 @@ class BufferedRounds:
             groups_per_round=self._plan.groups, max_staleness=self._max_staleness, max_rounds=self._rounds_left()
         )
         producer = Producer(self._plan, buffer)
+        restored, self._restored = self._restored, None
+        if restored is not None and restored.unconsumed is not None:
+            producer.restore(restored.unconsumed, restored.draws)
         producer.start()
         return producer
 
@@ -255,21 +302,48 @@ class BufferedRounds:
             "async/wait_seconds": waited,
         }
 
-    def state_dict(self) -> State:
-        """``RoundSource.state_dict``: tasks in play, and groups that wait for their round, are drawn again."""
+    def keep(self) -> None:
+        """``RoundSource.keep``."""
         producer = self._producer
-        if producer is None:
-            return self._plan.tasks.state_dict()
+        if producer is not None:
+            self._on_loop(producer.keep)
 
-        def read() -> State:
-            return self._plan.tasks.state_dict([producer.drawn[position] for position in sorted(producer.drawn)])
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """``RoundSource.settled``."""
+        producer = self._producer
+        if producer is None or self._inflight or self._closed:
+            yield
+            return
+        self._plan.runner.loop.run(producer.drain())
+        try:
+            yield
+        finally:
+            self._on_loop(producer.resume)
 
-        return read() if self._closed else self._plan.runner.loop.run(_call(read))
+    def state(self) -> RoundsState:
+        """``RoundSource.state``: tasks in play are drawn again, finished groups wait for their round."""
+        producer, restored = self._producer, self._restored
+        if producer is not None:
+            return self._on_loop(producer.state)
+        tasks = self._plan.tasks.state_dict()
+        return RoundsState(tasks=tasks) if restored is None else replace(restored, tasks=tasks)
+
+    def restore(self, state: RoundsState) -> None:
+        """``RoundSource.restore``."""
+        self._plan.tasks.load_state_dict(state.tasks)
+        self._restored = state
+
+    def _on_loop(self, function: Callable[[], T]) -> T:
+        return function() if self._closed else self._plan.runner.loop.run(_call(function))
 
     @property
     def unused(self) -> int:
         """Groups in play, and those that wait for their round."""
-        return 0 if self._producer is None else len(self._producer.drawn)
+        if self._producer is not None:
+            return len(self._producer.drawn)
+        unconsumed = None if self._restored is None else self._restored.unconsumed
+        return 0 if unconsumed is None else len(unconsumed.waiting)
 
     def close(self) -> None:
         """Cancel what is in play and wait until it has ended. Safe to call twice."""

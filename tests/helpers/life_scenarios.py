@@ -73,7 +73,7 @@ def reward_fails(folder: Path, algorithm: str) -> None:
 
 
 def sampler_thread_dies(folder: Path, algorithm: str) -> None:
-    trainer = _trainer(folder, Closing, algorithm)
+    trainer = _trainer(folder, Closing, algorithm, max_steps=1000)
     forwards = []
 
     def fail(*_: Any) -> None:
@@ -98,14 +98,14 @@ def tool_hangs(folder: Path) -> None:
 # -- a sampler in a process of its own
 
 
-def _with_sampler(folder: Path, **options: Any) -> Any:
+def _with_sampler(folder: Path, algorithm: str = "GRPO", **options: Any) -> Any:
     """A trainer that says which process samples, when it does."""
 
     class Tells(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             print(f"step {state.global_step} sampler {trainer.rollouts.sampler.pid}")
 
-    trainer = _trainer(folder, Closing, sampler="process", callbacks=[Tells()], **options)
+    trainer = _trainer(folder, Closing, algorithm, sampler="process", callbacks=[Tells()], **options)
     return trainer
 
 
@@ -122,20 +122,20 @@ def local_sampler_trains(folder: Path) -> None:
     torch.save(flat(trainer.model), folder / "weights.pt")
 
 
-def sampler_process_is_killed(folder: Path) -> None:
-    trainer = _with_sampler(folder, max_steps=10_000)
+def sampler_process_is_killed(folder: Path, algorithm: str = "GRPO") -> None:
+    trainer = _with_sampler(folder, algorithm, max_steps=10_000)
     trainer.train()
 
 
-def disk_is_full(folder: Path) -> None:
+def disk_is_full(folder: Path, algorithm: str = "GRPO") -> None:
     class Fills(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, resource.RLIM_INFINITY))
 
     trainer = _trainer(
-        folder, Closing, sampler="process", callbacks=[Fills()], save_strategy="no", log_episodes=False,
-        logging_steps=100,
+        folder, Closing, algorithm, sampler="process", callbacks=[Fills()], save_strategy="no", log_episodes=False,
+        logging_steps=100, max_steps=1000,
     )  # fmt: skip
     trainer.train()
 
@@ -160,9 +160,16 @@ def waits(folder: Path, algorithm: str, save_strategy: str = "steps") -> None:
     _trainer(folder, Waits, algorithm, save_strategy=save_strategy, reset_timeout=60.0).train()
 
 
-def closes_slowly(folder: Path) -> None:
+def closes_slowly(folder: Path, algorithm: str = "GRPO") -> None:
     Waits.slow = 3600.0
-    _trainer(folder, Waits, reset_timeout=60.0, close_timeout=3600.0).train()
+    trainer = _trainer(folder, Waits, algorithm, reset_timeout=60.0, close_timeout=3600.0)
+    trainer.add_callback(_Counts())
+    trainer.train()
+
+
+class _Counts(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        print(f"step {state.global_step}")
 
 
 def evaluates(folder: Path) -> None:

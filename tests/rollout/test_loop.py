@@ -80,3 +80,27 @@ def test_what_was_submitted_runs_beside_and_can_be_cancelled():
     waiting.cancel()
     assert ended.wait(5)
     loop.close()
+
+
+def test_what_refuses_to_be_cancelled_is_left_behind_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr("envgrad.rollout.loop.CLOSE_SECONDS", 0.1)
+    release = threading.Event()
+
+    async def stubborn():
+        while not release.is_set():
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+    async def begin():
+        asyncio.ensure_future(stubborn())
+
+    loop = RolloutLoop()
+    loop.run(begin())
+    loop.run(asyncio.sleep(0))
+    began = time.monotonic()
+    loop.close()
+    loop.close()
+    assert time.monotonic() - began < 3 and "1 asynchronous calls go on" in caplog.text
+    assert not loop._thread.is_alive()

@@ -84,3 +84,46 @@ def test_weights_sessions_and_closing() -> None:
     assert threading.active_count() <= before + 1  # the loop's own executor
     with pytest.raises(SamplerFailure, match="closed"):
         run(ask(sampler, [(session(3), [1], SamplingParams(max_tokens=1))]))
+
+
+def test_new_weights_go_before_rows_that_wait_and_behind_the_one_in_hand() -> None:
+    model = build("llama")
+    sampler = GenerateSampler(model, max_context=150)
+    flat_head = {"lm_head.weight": torch.zeros(61, 32)}
+
+    async def work() -> list[int]:
+        for n in range(3):
+            sampler.begin(session(0, n))
+        params = SamplingParams(max_tokens=100)
+        tasks = [asyncio.create_task(sampler.sample([1], params, session(0, n))) for n in range(3)]
+        await asyncio.sleep(0.01)  # the first is in hand
+        await asyncio.get_running_loop().run_in_executor(None, sampler.update_weights, 1, flat_head)
+        assert not tasks[-1].done(), "it has not waited for all of them"
+        return [(await task).policy_version for task in tasks]
+
+    assert run(work()) == [0, 1, 1]
+    with pytest.raises(ConfigurationError, match="no tensor 'nothing'"):
+        sampler.update_weights(2, {"nothing": torch.zeros(1)})
+    assert sampler.policy_version == 1
+    sampler.close()
+    with pytest.raises(SamplerFailure, match="closed"):
+        sampler.update_weights(3, None)
+
+
+def test_new_weights_are_waited_for_as_long_as_was_said() -> None:
+    model = build("llama")
+    release = threading.Event()
+    model.get_input_embeddings().register_forward_hook(lambda *_: (release.wait(20), None)[1])
+    sampler = GenerateSampler(model, max_context=150, update_timeout=0.2)
+
+    async def work() -> None:
+        sampler.begin(session(0))
+        task = asyncio.create_task(sampler.sample([1], SamplingParams(max_tokens=2), session(0)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(SamplerFailure, match=r"version 1 were not taken over within 0\.2 s"):
+            await asyncio.get_running_loop().run_in_executor(None, sampler.update_weights, 1, None)
+        release.set()
+        await task
+
+    run(work())
+    sampler.close()

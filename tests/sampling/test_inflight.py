@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import pytest
+import sampling_kit as kit
 import torch
 
 from envgrad.sampling.local import LocalSampler
@@ -77,3 +79,28 @@ def test_an_answer_of_one_version_says_so_in_short():
     answer = asyncio.run(sampler.sample([5, 6], SamplingParams(max_tokens=4), session))
     sampler.close()
     assert answer.versions is None and answer.policy_version == 0
+
+
+@pytest.mark.parametrize("own_copy", [False, True])
+def test_weights_that_a_fused_optimizer_writes_in_place_leave_no_stale_copy(own_copy):
+    """Such an optimizer leaves no trace in the parameters' counters, and the sampler computes from copies of them."""
+    model = kit.build("llama").train()
+    sampled = copy.deepcopy(model) if own_copy else model
+    sampler = LocalSampler(sampled, max_sessions=2, max_context=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    answers = []
+    try:
+        for version in range(3):
+            sampler.update_weights(version, dict(model.state_dict()) if own_copy else None)
+            answer = kit.run(kit.ask(sampler, [(kit.session(version), kit.prompt(6), kit.seeded(6, seed=1))]))[0]
+            assert sampler._engine._fused is not None, "it is the fused forward that is tested"
+            row = [*kit.prompt(6), *answer.token_ids]
+            assert answer.logprobs == pytest.approx(kit.plain_logprobs(model.eval(), row, 6), abs=1e-3)
+            answers.append(answer)
+            model.train()
+            model(input_ids=torch.tensor([row])).logits.logsumexp(-1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        sampler.close()
+    assert len({answer.logprobs for answer in answers}) == 3, "the weights did move"

@@ -7,15 +7,18 @@ import fcntl
 import hashlib
 import shutil
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from envgrad.errors import ConfigurationError, WeightTransferError
 from envgrad.sampling import vllm_files
 from envgrad.sampling.vllm_files import WeightFolder
+from envgrad.training.weights import LazyWeights
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
@@ -95,3 +98,21 @@ def test_what_cannot_be_sent_or_written_to(tmp_path: Path) -> None:
     with pytest.raises(WeightTransferError, match=r"'c' is of torch\.complex64"):
         folder.write({"c": torch.zeros(1, dtype=torch.complex64)}, version=1)
     folder.close()
+
+
+def test_tensors_that_are_made_as_they_are_read_are_never_all_there(tmp_path: Path) -> None:
+    alive: list[int] = []
+    made: list[StorageWeakRef] = []
+
+    def make(number: int) -> torch.Tensor:
+        alive.append(sum(not one.expired() for one in made))
+        tensor = torch.full((64, 64), float(number))
+        made.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    weights = LazyWeights({f"w{number}": partial(make, number) for number in range(12)})
+    folder = WeightFolder(tmp_path)
+    ready = folder.write(weights, version=1)
+    assert torch.equal(load_file(ready.path)["w7"], torch.full((64, 64), 7.0))
+    folder.close()
+    assert len(made) >= 24 and max(alive) <= 2

@@ -50,6 +50,8 @@ def starter(algorithm, folder, environment, **changes):
     if algorithm == "sdpo":
         changes = {"success_reward_threshold": 0.1} | changes
     args = config_class(output_dir=str(folder), **(SMALL | changes))
+    if args.asynchronous:
+        return AsyncGRPOTrainer("starter", spread, args, environment_factory=environment, algorithm=algorithm)
     return trainer_class("starter", spread, args=args, environment_factory=environment)
 
 
@@ -76,8 +78,8 @@ def spread(completion_ids, **kwargs):
 @pytest.mark.parametrize(
     ("algorithm", "page", "steps"),
     [
-        ("grpo", "guess_number", 20), ("rloo", "compass", 20), ("sdpo", "compass", 20), ("grpo", "two_envs", 5),
-        ("grpo", "compass", 5), ("rloo", "guess_number", 5), ("sdpo", "guess_number", 5), 
+        ("grpo", "guess_number", 20), ("grpo", "compass", 20), ("grpo", "two_envs", 20), ("rloo", "compass", 20),
+        ("sdpo", "compass", 20), ("rloo", "guess_number", 5), ("sdpo", "guess_number", 5),
     ],
 )  # fmt: skip
 def test_without_staleness_weights_are_those_of_the_synchronous_trainer_bit_for_bit(
@@ -301,7 +303,7 @@ def test_evaluation_goes_on_beside_training_and_counts_no_publish(tmp_path):
 
 
 def test_a_resumed_run_trains_each_task_once(tmp_path, monkeypatch):
-    trained = []
+    trained, played = [], []
 
     class Keep(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -313,10 +315,11 @@ def test_a_resumed_run_trains_each_task_once(tmp_path, monkeypatch):
     rows = Dataset.from_list([{"prompt": f"p{number}"} for number in range(40)])
     options = {
         "max_steps": -1, "num_train_epochs": 1, "num_generations": 2, "per_device_train_batch_size": 4,
-        "save_strategy": "steps", "save_steps": 3, "max_staleness": 3,
+        "save_strategy": "steps", "save_steps": 3, "max_staleness": 3, "shuffle_dataset": False,
     }  # fmt: skip
 
-    def judge(completions, **kwargs):
+    def judge(prompts, completions, **kwargs):
+        played.append(int(prompts[0][1:]))
         return [0.0, 1.0]
 
     resuming = False
@@ -326,14 +329,21 @@ def test_a_resumed_run_trains_each_task_once(tmp_path, monkeypatch):
         trainer.train()
     checkpoint, step = tmp_path / "checkpoint-9", 9
     state = json.loads((checkpoint / "rollout_state.json").read_text())
-    assert state["tasks"]["again"], "groups in flight are drawn again"
+    in_play = [task["position"] for task in state["tasks"].get("again", [])]
+    groups = json.loads((checkpoint / "rollout_groups.json").read_text())["records"]
+    waiting = [int(key.removeprefix("train/")) for key, _ in groups["identities"]]
+    assert waiting and not set(waiting) & set(in_play)
     lineage = trained[: 2 * step]
+    assert sorted([*lineage, *waiting, *in_play]) == list(range(len(lineage) + len(waiting) + len(in_play)))
     trained.clear()
+    played.clear()
     resuming = True
     trainer = Kind("AsyncGRPO").make(tmp_path, reward_funcs=judge, train_dataset=rows, options=options)
     trainer.add_callback(Keep())
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert sorted(lineage + trained) == list(range(40))
+    assert not set(waiting) & set(played), "what was finished is not played again"
+    assert set(waiting) <= set(trained)
     assert trainer.state.epoch == 1.0 and trainer.state.global_step == 20
 
 

@@ -62,7 +62,7 @@ def test_failures_beside_training_end_an_asynchronous_run_with_their_error(zygot
         assert "closed" in run.stdout
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "AsyncGRPO"])
 def test_a_dying_sampler_thread_ends_the_run_with_its_error(zygote: Zygote, tmp_path: Path, algorithm: str) -> None:
     code, run = zygote.run("sampler_thread_dies", tmp_path, algorithm)
     assert code == 1
@@ -91,8 +91,9 @@ def test_a_sampler_process_gives_the_same_weights_and_leaves_nothing(zygote: Zyg
     assert torch.equal(*weights)
 
 
-def test_a_killed_sampler_process_ends_the_run_in_seconds(zygote: Zygote, tmp_path: Path) -> None:
-    run = zygote.start("sampler_process_is_killed", tmp_path)
+@pytest.mark.parametrize("algorithm", ["GRPO", "AsyncGRPO"])
+def test_a_killed_sampler_process_ends_the_run_in_seconds(zygote: Zygote, tmp_path: Path, algorithm: str) -> None:
+    run = zygote.start("sampler_process_is_killed", tmp_path, algorithm)
     run.wait_for("step 3")
     sampler = sampler_of(run)
     began = time.monotonic()
@@ -112,8 +113,11 @@ def test_a_sampler_process_ends_with_its_trainer(zygote: Zygote, tmp_path: Path)
     assert gone(sampler, 3.0)
 
 
-def test_no_room_for_published_weights_ends_the_run_with_what_is_missing(zygote: Zygote, tmp_path: Path) -> None:
-    code, run = zygote.run("disk_is_full", tmp_path)
+@pytest.mark.parametrize("algorithm", ["GRPO", "AsyncGRPO"])
+def test_no_room_for_published_weights_ends_the_run_with_what_is_missing(
+    zygote: Zygote, tmp_path: Path, algorithm: str
+) -> None:
+    code, run = zygote.run("disk_is_full", tmp_path, algorithm)
     assert code == 1
     last = run.stderr.splitlines()[-1]
     assert "WeightTransferError: version 2 of the policy" in last and "File too large" in last, run.stderr
@@ -158,10 +162,15 @@ def test_nothing_is_saved_where_nothing_is_to_be_saved(zygote: Zygote, tmp_path:
     assert checkpoints(tmp_path) == [] and "closed" in run.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_the_process_at_once(zygote: Zygote, tmp_path: Path, number: signal.Signals) -> None:
-    run = zygote.start("closes_slowly", tmp_path)
+@pytest.mark.parametrize(
+    ("algorithm", "number"), [("GRPO", signal.SIGINT), ("GRPO", signal.SIGTERM), ("AsyncGRPO", signal.SIGINT)]
+)
+def test_a_second_signal_ends_the_process_at_once(
+    zygote: Zygote, tmp_path: Path, algorithm: str, number: signal.Signals
+) -> None:
+    run = zygote.start("closes_slowly", tmp_path, algorithm)
     run.wait_for("waiting")
+    run.wait_for("step 2")
     run.kill(number)
     deadline = time.monotonic() + 10
     while not checkpoints(tmp_path) and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ from envgrad.rollout.loop import RolloutLoop
 from envgrad.rollout.runner import DynamicSampling
 from envgrad.training.phases import Laps
 from envgrad.training.producer import BufferedRounds
-from envgrad.training.rounds import InlineRounds, RoundPlan
+from envgrad.training.rounds import InlineRounds, RoundPlan, RoundsState
 from envgrad.types import Episode, Group, StopReason
 
 
@@ -153,12 +153,13 @@ def test_concurrency_is_bounded(closing):
     assert runner.most_running == 2
 
 
-def test_a_checkpoint_draws_again_what_is_in_flight_or_waits(closing):
+def test_a_synchronous_run_draws_again_what_was_in_flight_or_waited(closing):
     runner, tasks = FakeRunner(), stream_of(50)
     rounds = rounds_of(runner, tasks, staleness=2)
     closing((rounds, runner))
     done = [group.task for _ in range(4) for group in rounds.next(Laps()).groups]
-    state, unused = rounds.state_dict(), rounds.unused
+    rounds.keep()
+    state, unused = rounds.state().drawn_again(), rounds.unused
     assert unused > 0
     resumed = stream_of(50)
     resumed.load_state_dict(state)
@@ -186,7 +187,7 @@ def test_a_resumed_stream_can_be_saved_before_it_is_drawn_from(closing):
     rounds = rounds_of(runner, first)
     closing((rounds, runner))
     inline = InlineRounds(rounds._plan)
-    assert inline.state_dict() == rounds.state_dict() == state and inline.unused == rounds.unused == 0
+    assert inline.state() == rounds.state() == RoundsState(tasks=state) and inline.unused == rounds.unused == 0
 
 
 def test_the_error_of_a_group_is_raised_where_the_trainer_waits(closing):

@@ -261,7 +261,23 @@ def test_grpo_runs_through_it(served: Served, tmp_path: Path, asynchronous: bool
     assert answer.logprobs == pytest.approx(logprobs_of(trainer.model.eval(), [30, 31], answer), abs=1e-3)
 
 
-def test_adapters_are_loaded_as_adapters(tmp_path: Path) -> None:
+def killed(run: Any, running: Served) -> None:
+    """Kill the server while ``run`` trains: it ends with an error that names the server, in seconds."""
+    at: list[float] = []
+
+    def kill() -> None:
+        os.kill(running.server_pid, signal.SIGKILL)
+        at.append(time.monotonic())
+
+    threading.Timer(5.0, kill).start()
+    with pytest.raises((SamplerDied, WeightTransferError), match=re.escape(running.url)):
+        run.train()
+    print(f"the run ended {time.monotonic() - at[0]:.1f} s after the kill")
+    assert time.monotonic() - at[0] < 20
+    assert running.process.wait(60) != 0
+
+
+def test_adapters_are_loaded_as_adapters_and_a_kill_ends_the_run_in_seconds(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     folder = save(small_llama(), tmp_path / "model")
     lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -274,9 +290,10 @@ def test_adapters_are_loaded_as_adapters(tmp_path: Path) -> None:
         own = logprobs_of(trainer.model.eval(), [30, 31], answer)
         print(f"largest difference {max(abs(a - b) for a, b in zip(own, answer.logprobs, strict=True)):.1e}")
         assert answer.logprobs == pytest.approx(own, abs=1e-3)
+        killed(trainer_of(running, tmp_path / "killed", max_steps=10_000, peft_config=lora), running)
 
 
-def test_a_head_of_its_own_follows_too_and_a_kill_ends_the_run_in_seconds(tmp_path: Path) -> None:
+def test_a_head_of_its_own_follows_too_and_a_kill_ends_an_asynchronous_run_in_seconds(tmp_path: Path) -> None:
     trainer = small_llama(tied=False)
     folder = save(trainer, tmp_path / "model")
     with serve(folder, tmp_path / "serve.log") as running:
@@ -285,16 +302,4 @@ def test_a_head_of_its_own_follows_too_and_a_kill_ends_the_run_in_seconds(tmp_pa
             sampler.update_weights(1, trainer.state_dict())
             (answer,) = ask(sampler, [(session("a"), [30, 31])])
             assert answer.logprobs == pytest.approx(logprobs_of(trainer, [30, 31], answer), abs=1e-3)
-        run = trainer_of(running, tmp_path / "run", max_steps=1000)
-        killed: list[float] = []
-
-        def kill() -> None:
-            os.kill(running.server_pid, signal.SIGKILL)
-            killed.append(time.monotonic())
-
-        threading.Timer(5.0, kill).start()
-        with pytest.raises((SamplerDied, WeightTransferError), match=re.escape(running.url)):
-            run.train()
-        print(f"the run ended {time.monotonic() - killed[0]:.1f} s after the kill")
-        assert time.monotonic() - killed[0] < 20
-        assert running.process.wait(60) != 0
+        killed(trainer_of(running, tmp_path / "run", max_steps=10_000, asynchronous=True), running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from envgrad import GRPOConfig, GRPOTrainer
@@ -15,8 +16,10 @@ MAX_GUESSES = 6
 
 
 class Wordle:
+    made = itertools.count()  # a seed for each instance: a run that is made again draws the same words
+
     def __init__(self, seed: int | None = None) -> None:
-        self.random = random.Random(seed)
+        self.random = random.Random(next(self.made) if seed is None else seed)
 
     def reset(self) -> str:
         # It asks for no seed, so siblings cannot be reset alike: one instance is reset, and the others are its copies.

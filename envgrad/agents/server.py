@@ -74,6 +74,12 @@ class Server:
                 self._base = f"http://{self._address}:{listener.getsockname()[1]}"
         return self._base
 
+    async def stop(self) -> None:
+        """End it, where it is not to live as long as its loop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
 
 def _uvicorn(application: Starlette) -> uvicorn.Server:
     import uvicorn
@@ -89,10 +95,10 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     try:
         await server.serve(sockets=[listener])
     finally:
-        listener.close()
         if server.started:
             server.force_exit = True  # connections that are kept alive are not waited for
-            await server.shutdown()
+            await server.shutdown(sockets=[listener])
+        listener.close()  # after the loop has let go of it: a socket that gets its number next would be taken for it
 
 
 def _application(gate: Gate) -> Starlette:

@@ -91,6 +91,8 @@ class VerifiersEnvironment:
 class VerifiersEpisode:
     """One episode at a time; ``verifiers_runner`` plays it."""
 
+    determinism: str | None = "task"
+
     def __init__(self, environment: VerifiersEnvironment) -> None:
         self._environment = environment
         self._reward: float | None = None

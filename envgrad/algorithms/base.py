@@ -15,7 +15,7 @@ from envgrad.packing import StepTotals
 from envgrad.types import Group, TrainingSample
 
 EpisodeKey: TypeAlias = tuple[str, int]
-"""``(task.key, sibling)``"""
+"""``Episode.key``"""
 
 ReferenceLogprobs: TypeAlias = Mapping[EpisodeKey, tuple[float, ...]]
 """The reference model's log-probs of each episode's sampled tokens, in order."""

@@ -17,6 +17,22 @@ def is_scored(episode: Episode) -> bool:
     return episode.reward is not None and not isnan(episode.reward)
 
 
+def with_parts(groups: Sequence[Group]) -> list[Group]:
+    """``groups``, and for each of the policy's other parts in them a group of its own: its episodes of all siblings.
+
+    A part is thus compared with the same part of the siblings, as the agent is with the agents. Their openings may
+    differ, since the agent may have moved before; the baseline is still one that does not depend on the part's own
+    actions (a baseline for each role: SPIRAL, arXiv:2506.24119, section 3).
+    """
+    found = list(groups)
+    for group in groups:
+        names = dict.fromkeys(part.part for episode in group.episodes for part in episode.parts)
+        for name in names:
+            parts = tuple(part for episode in group.episodes for part in episode.parts if part.part == name)
+            found.append(Group(task=group.task, episodes=parts))
+    return found
+
+
 def group_rewards(groups: Sequence[Group]) -> list[list[float | None]]:
     """One reward per episode, in sibling order; None where unscorable."""
     return [[episode.reward if is_scored(episode) else None for episode in group.episodes] for group in groups]

@@ -194,8 +194,8 @@ class _Work:
 
     def reprompt(self, sample: TrainingSample) -> TrainingSample:
         episode = sample.episode
-        # An agent's other rows begin with chats of their own, which no demonstration fits: they have no teacher.
-        if episode is None or not episode.turns or sample.row:
+        # An agent's other rows and parts begin with chats of their own, which no demonstration fits: no teacher.
+        if episode is None or not episode.turns or sample.row or episode.part:
             return sample
         solution = self.how.demonstration(episode, self.groups[sample.group])
         feedback = self.how.feedback(episode)

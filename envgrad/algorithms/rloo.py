@@ -113,16 +113,14 @@ class RLOO(Algorithm):
             for group, of_group in zip(groups, advantages, strict=True)
             for episode, advantage in zip(group.episodes, of_group, strict=True)
             if is_scored(episode)
-            for sample in training_samples(
-                episode, advantage, ref_logprobs=known.get((episode.task.key, episode.sibling))
-            )
+            for sample in training_samples(episode, advantage, ref_logprobs=known.get(episode.key))
         ]
 
     def _penalised(self, episode: Episode, reward: float, known: ReferenceLogprobs) -> float:
         if self.reward_clip_range is not None:
             low, high = self.reward_clip_range
             reward = min(max(reward, low), high)
-        of_reference = known.get((episode.task.key, episode.sibling))
+        of_reference = known.get(episode.key)
         if of_reference is None:
             return reward
         return reward - self.beta * sequence_kl(episode, of_reference)

@@ -16,7 +16,7 @@ from envgrad.environments.closing import call_all_now
 from envgrad.environments.isolation import detect_global_draws
 from envgrad.environments.members import RESERVED_NAMES, Environment, StepResult, ToolResult, is_marked, tool
 from envgrad.environments.results import opening_messages, read_group_rewards, read_reward, read_step
-from envgrad.environments.spec import IDENTITY_NAMES, EnvironmentSpec, Factory, member_of
+from envgrad.environments.spec import IDENTITY_NAMES, Elsewhere, EnvironmentSpec, Factory, member_of
 from envgrad.environments.tools import ToolSpec, build_tool
 from envgrad.errors import EnvironmentContractError
 
@@ -109,6 +109,7 @@ def _inspect_instance(
         has_get_feedback=_has_method(label, instance, "get_feedback", 0, example="def get_feedback(self)"),
         has_fork=_has_method(label, instance, "fork", 0, sync=True, example="def fork(self)"),
         has_start_state=_has_method(label, instance, "start_state", 0, sync=True, example="def start_state(self)"),
+        copies_elsewhere=isinstance(instance, Elsewhere) and instance.may_copy,
         has_state=all(states),
         has_close=_has_method(label, instance, "close", 0, example="def close(self)"),
         num_tasks=_task_counter(label, instance) if finite else None,
@@ -132,6 +133,8 @@ def _construct(label: str, factory: object) -> tuple[object, frozenset[str]]:
     calls: list[Ok | Raised] = []
     draws = detect_global_draws(lambda: calls.append(guard(factory)))
     made = calls[0]
+    if isinstance(made, Raised) and isinstance(made.error, EnvironmentContractError):
+        raise made.error
     if isinstance(made, Raised):
         raise EnvironmentContractError(
             f"{label}: the factory raised {type(made.error).__name__}: {made.error}: it must build an instance "

@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from envgrad.environments.members import StepResult
 from envgrad.environments.spec import copied
-from envgrad.errors import EnvironmentContractError, EnvironmentFailure
+from envgrad.errors import EnvironmentContractError, EnvironmentFailure, NonFiniteReward
 from envgrad.types import Message, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -71,7 +71,7 @@ def _read_number(value: object, where: str) -> float | None:
     except (TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFailure(f"{where} returned {_short(value)}, which is no float: {error}.") from error
     if math.isinf(number):
-        raise EnvironmentFailure(f"{where} returned {number}: a reward must be finite (None or NaN: cannot be scored).")
+        raise NonFiniteReward(f"{where} returned {number}: a reward must be finite (None or NaN: cannot be scored).")
     return None if math.isnan(number) else number
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from envgrad.environments.copy_safety import copy_hazard, is_copy_safe
 from envgrad.environments.dataset_tasks import ROUTE
 from envgrad.environments.isolation import Stream
+from envgrad.environments.spec import Elsewhere
 from envgrad.environments.state_compare import same_state
 from envgrad.environments.state_walk import Snapshot, Walker, first_difference
 from envgrad.errors import EnvironmentContractError
@@ -99,6 +100,9 @@ def decide_start(spec: EnvironmentSpec, task: Task, instance: object = _NO_INSTA
         return StartMode.ROW
     if spec.has_fork:
         return StartMode.FORK
+    if spec.copies_elsewhere:
+        unsafe = isinstance(instance, Elsewhere) and not instance.copy_safe
+        return StartMode.INDEPENDENT if unsafe else StartMode.COPY
     if spec.has_close or (instance is not _NO_INSTANCE and not is_copy_safe(instance)):
         return StartMode.INDEPENDENT
     return StartMode.COPY

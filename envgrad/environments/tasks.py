@@ -171,6 +171,14 @@ class TaskStream:
         self._load(state)
         self._returned = deque(returned)
 
+    def redraw(self, states: Sequence[State]) -> list[Task]:
+        """The tasks of states from ``draw``. The stream is left behind the last: load a state before it is used.
+
+        Raises:
+            ConfigurationError: as ``load_state_dict``.
+        """
+        return [self._drawn_at(state)[0] for state in states]
+
     def _drawn_at(self, state: State) -> tuple[Task, State]:
         self._load(state)
         return self._next(), state

@@ -1,8 +1,8 @@
 """Method -> JSON schema -> checked call -> text.
 
-Schemas are those of ``transformers.utils.get_json_schema``, so a chat template sees what it knows; a missing docstring
-or argument description is left empty instead of being an error. A call is checked against its schema before any user
-code runs: what does not fit comes back as the text of a ``ToolCallError``, for the model to read.
+Schemas are those of ``transformers.utils.get_json_schema`` (see ``hints``), so a chat template sees what it knows; a
+missing docstring or argument description is left empty instead of being an error. A call is checked against its schema
+before any user code runs: what does not fit comes back as the text of a ``ToolCallError``, for the model to read.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from envgrad.environments.arguments import clean_text, describe, fit, shorten
 from envgrad.environments.boundary import is_async
+from envgrad.environments.hints import HintError, Schema, described, hint_schema, read_doc
 from envgrad.errors import ConfigurationError, EnvironmentContractError, ToolCallError
 
-Schema: TypeAlias = dict[str, Any]
-
-_BLANK = "(no description)"
 _MEDIA = frozenset({"image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio", "file"})
 _schemas: weakref.WeakKeyDictionary[Callable[..., object], dict[str, Schema]] = weakref.WeakKeyDictionary()
 
@@ -330,61 +328,45 @@ def _cached_schema(
 def _build_schema(
     name: str, function: Callable[..., object], parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]
 ) -> Schema:
-    from transformers.utils.chat_template_utils import TypeHintParsingException, parse_google_format_docstring
-
-    doc = (inspect.getdoc(function) or "").strip()
-    text, described, returns = parse_google_format_docstring(doc)
-    lines = [f"    {p.name}: {(described or {}).get(p.name) or _BLANK}" for p in parameters]
-    doc = f"{text or _BLANK}\n\nArgs:\n" + "\n".join(lines) + (f"\n\nReturns:\n    {returns}" if returns else "")
-    try:
-        schema = _schema_of(name, doc, parameters, hints)
-    except TypeHintParsingException as error:
-        for parameter in parameters:
-            _blame_parameter(name, parameter, hints, TypeHintParsingException)
-        raise EnvironmentContractError(f"tool {name!r}: {error}") from error
-    except ValueError as error:
-        raise EnvironmentContractError(
-            f"tool {name!r}: a '(choices: ...)' list in its docstring is not JSON ({error}): "
-            'write it as (choices: ["a", "b"]).'
-        ) from error
-    described_items = [schema["function"], *schema["function"]["parameters"]["properties"].values()]
-    for item in described_items:
-        if item.get("description") == _BLANK:
-            item["description"] = ""
+    doc = read_doc(inspect.getdoc(function) or "")
+    properties: dict[str, Schema] = {}
     for parameter in parameters:
-        kind = schema["function"]["parameters"]["properties"][parameter.name].get("type")
-        if kind in ("image", "audio"):
+        schema = _hint_schema(name, parameter, hints[parameter.name])
+        try:
+            properties[parameter.name] = described(schema, doc.arguments.get(parameter.name, ""))
+        except ValueError as error:
             raise EnvironmentContractError(
-                f"tool {name!r}: parameter {parameter.name!r} is an {kind}, but a model's call carries text only: "
-                "take a string, number, list or dict."
-            )
-    return schema
+                f"tool {name!r}: a '(choices: ...)' list in its docstring is not JSON ({error}): "
+                'write it as (choices: ["a", "b"]).'
+            ) from error
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    function_schema: Schema = {
+        "name": name,
+        "description": doc.text,
+        "parameters": {"type": "object", "properties": properties} | ({"required": required} if required else {}),
+    }
+    returned = _return_schema(hints, doc.returns)
+    if returned is not None:
+        function_schema["return"] = returned
+    return {"type": "function", "function": function_schema}
 
 
-def _blame_parameter(
-    name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], failure: type[Exception]
-) -> None:
+def _hint_schema(name: str, parameter: inspect.Parameter, hint: object) -> Schema:
     try:
-        _schema_of(name, f"x\n\nArgs:\n    {parameter.name}: x", [parameter], hints)
-    except failure as error:
+        return hint_schema(hint)
+    except HintError as error:
         raise EnvironmentContractError(
-            f"tool {name!r}: parameter {parameter.name!r} has the type {hints[parameter.name]!r}, which JSON cannot "
+            f"tool {name!r}: parameter {parameter.name!r} has the type {hint!r}, which JSON cannot "
             "carry: use str, int, float, bool, list, dict, Literal, Enum, or unions of these."
         ) from error
 
 
-def _schema_of(name: str, doc: str, parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> Schema:
-    """``get_json_schema`` of a stand-in that has this name, docstring, signature and these resolved hints."""
-    from transformers.utils import get_json_schema
-
-    def stand_in() -> None: ...
-
-    stand_in.__name__ = name
-    stand_in.__doc__ = doc
-    stand_in.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    )
-    names = [p.name for p in parameters]
-    stand_in.__annotations__ = {key: hints[key] for key in (*names, *(["return"] if "return" in hints else []))}
-    schema: Schema = get_json_schema(stand_in)
-    return schema
+def _return_schema(hints: Mapping[str, Any], text: str | None) -> Schema | None:
+    """What the tool returns; None where that is not told, or has no schema, which hinders no call."""
+    if "return" not in hints:
+        return None
+    try:
+        schema = hint_schema(hints["return"])
+    except HintError:
+        return None
+    return schema if text is None else schema | {"description": text}

@@ -23,6 +23,7 @@ from envgrad.environments.boundary import call_user
 from envgrad.environments.results import opening_messages
 from envgrad.errors import ConfigurationError, EnvironmentFailure, EpisodeFailure
 from envgrad.rollout.context import EpisodeContext, value_or_failure
+from envgrad.rollout.finite import check_played, end_if_asked
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.row import TokenRow
 from envgrad.rollout.scoring import RewardBatch, RewardLog, score_group
@@ -50,6 +51,8 @@ async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) 
             outcome = await call_user(_WHERE, function, prompts, workers=context.workers, timeout=None)
         output = value_or_failure(outcome, _WHERE, EnvironmentFailure, None)
         episodes = read_rollouts(context, task, output, count, version)
+        for episode in episodes:
+            check_played(episode, unknown=True)
         batch = RewardBatch(
             episodes=episodes,
             environments=None,
@@ -60,6 +63,7 @@ async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) 
         with context.activity.during("reward", count):
             scored = await score_group(batch, context.reward_sources, context.reward_weights)
     except EpisodeFailure as failure:
+        end_if_asked(failure, ends=policy.end_on_nonfinite)
         failures = [
             FailedEpisode(task=task, sibling=number, attempts=1, kind=failure.kind, error=failure)
             for number in range(count)

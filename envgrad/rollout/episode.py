@@ -266,6 +266,7 @@ class _Player:
             case TimedOut(killable=killable):
                 content = f"{call.name} was stopped after {seconds:.3g} s: it took too long"
                 result = ToolOutcome(call=call, content=content, ok=False, seconds=seconds)
+                self.begin.stopped_calls += 1
                 self.begin.usable &= killable
                 return result, None if killable and limit is StopReason.TOOL_TIMEOUT else limit
 
@@ -290,6 +291,7 @@ class _Player:
         outcome = await call_user(where, step, text, workers=self.context.workers, timeout=timeout)
         match outcome:
             case TimedOut(killable=killable):
+                self.begin.stopped_calls += 1
                 self.begin.usable &= killable
                 return limit
             case Raised(error=EpisodeDone(observation=observation)):

@@ -7,6 +7,7 @@ and counted; a group that keeps fewer than two scored siblings is of no use to i
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -14,20 +15,25 @@ from dataclasses import dataclass, field, replace
 from envgrad.environments.boundary import call_user
 from envgrad.environments.contract import read_group_rewards
 from envgrad.environments.isolation import use
+from envgrad.environments.plain_start import state_text
 from envgrad.environments.policy import use_policy
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.sources import hash63
 from envgrad.environments.start import StartMode, decide_start
 from envgrad.errors import EnvironmentContractError, EpisodeFailure, RewardTimeout
-from envgrad.rollout.asking import SessionPolicy
+from envgrad.rollout.asking import PartRecord, SessionPolicy
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.rollout.episode import play, session_of
+from envgrad.rollout.finite import check_played, end_if_asked
 from envgrad.rollout.loop import gather_or_cancel
 from envgrad.rollout.opening import EpisodeStart
 from envgrad.rollout.scoring import RewardBatch, RewardLog, add_component, score_group
 from envgrad.rollout.starting import Starter, find_mismatch
 from envgrad.sampling.sampler import Session
 from envgrad.types import Episode, FailedEpisode, Group, Task
+
+TOOL_TIMEOUT = "tool_timeout"
+"""the kind of a call that was stopped, or left behind, because it took too long; the episode may go on"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,8 @@ class GroupPolicy:
     num_generations: int
     max_episode_retries: int = 2
     group_consistency: str = "auto"
+    end_on_nonfinite: bool = False
+    """whether a reward or log-prob that is not finite ends the run, instead of being a failure of its episode"""
     max_groups: int | None = None
     """groups of this size in flight; the runner's bound if None"""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -58,6 +66,8 @@ class _Sibling:
     failure: EpisodeFailure | None = None
     attempts: int = 0
     session: Session | None = None
+    parts: PartRecord = field(default_factory=PartRecord)
+    """what the policy's other parts said in this attempt"""
 
 
 @dataclass(slots=True)
@@ -71,7 +81,9 @@ class GroupRun:
     siblings: list[_Sibling] = field(init=False)
     starter: Starter = field(init=False)
     mismatch: str | None = field(init=False, default=None)
+    start: str | None = field(init=False, default=None)
     metrics: Mapping[str, tuple[float, ...]] = field(init=False, default_factory=dict)
+    faults: Counter[str] = field(init=False, default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.siblings = [_Sibling(number) for number in range(self.policy.num_generations)]
@@ -110,6 +122,8 @@ class GroupRun:
             failures=tuple(failures),
             start_mismatch=self.mismatch,
             metrics=self.metrics,
+            faults={kind: count for kind, count in self.faults.items() if count},
+            start=self.start,
         )
 
     def _begin_session(self, sibling: _Sibling) -> None:
@@ -134,6 +148,7 @@ class GroupRun:
                 with self.context.activity.during("reset", len(self.siblings)):
                     await self._compare()
         except EpisodeFailure as failure:  # of what they have in common: it is every sibling's
+            self.faults[failure.kind] += failure is not self.siblings[0].failure  # else it was counted
             for sibling in self.siblings:
                 sibling.failure, sibling.attempts = failure, 1
                 if sibling.begin is not None:
@@ -157,7 +172,9 @@ class GroupRun:
             return
         starter.opening = first.begin.opening
         mode = decide_start(self.context.spec, self.task, first.begin.instance)
-        if mode in (StartMode.FORK, StartMode.COPY) and self.policy.num_generations > 1:
+        if not mode.resets_each:
+            self.start = state_text(first.begin.instance)
+        if not mode.resets_each and self.policy.num_generations > 1:
             await self._fork_all(first.begin)
         else:
             await gather_or_cancel([self._start_fresh(sibling) for sibling in self.siblings[1:]])
@@ -168,6 +185,7 @@ class GroupRun:
             with self.context.activity.during("reset"), self._policy(sibling, "reset"):
                 sibling.begin, sibling.failure = await self.starter.fresh(), None
         except EpisodeFailure as failure:
+            self.faults[failure.kind] += 1
             sibling.failure = failure
 
     async def _fork_all(self, begin: EpisodeStart) -> None:
@@ -177,9 +195,10 @@ class GroupRun:
                 with self.context.activity.during("reset"):
                     self.starter.pristine = await self.starter.fork(begin)
                 break
-            except EpisodeFailure:
+            except EpisodeFailure as failure:
                 if not left:
                     raise
+                self.faults[failure.kind] += 1
         for sibling in self.siblings[1:]:
             await self._start_forked(sibling)
 
@@ -190,6 +209,7 @@ class GroupRun:
             with self.context.activity.during("reset"):
                 sibling.begin, sibling.failure = await self.starter.fork(self.starter.pristine), None
         except EpisodeFailure as failure:
+            self.faults[failure.kind] += 1
             sibling.failure = failure
 
     async def _compare(self) -> None:
@@ -210,19 +230,26 @@ class GroupRun:
             if sibling.begin is not None:
                 try:
                     with use(sibling.begin.stream), self._policy(sibling, "play"):
-                        sibling.episode = await play(
+                        episode = await play(
                             self.context, sibling.begin, self.task, sibling.number, sibling.attempts - 1
                         )
+                    sibling.episode = replace(episode, parts=sibling.parts.episodes(episode, self.context))
+                    check_played(sibling.episode)
                     sibling.failure = None
                     return
                 except EpisodeFailure as failure:
+                    sibling.episode = None
+                    self._count(failure)
                     sibling.failure = failure
                     sibling.begin.usable = False
+                finally:
+                    self.faults[TOOL_TIMEOUT] += sibling.begin.stopped_calls
             await self._release(sibling)
             if sibling.attempts > self.policy.max_episode_retries:
                 self._end_session(sibling)
                 return
             self._begin_session(sibling)
+            sibling.parts = PartRecord()
             await (self._start_forked(sibling) if self.starter.pristine is not None else self._start_fresh(sibling))
 
     def _policy(self, sibling: _Sibling, phase: str) -> AbstractContextManager[None]:
@@ -231,7 +258,8 @@ class GroupRun:
             raise AssertionError("a sibling asks without a session")
         own = () if phase == "reset" else (sibling.number, sibling.attempts)
         seed = hash63(phase, self.task.seed, *own)
-        return use_policy(SessionPolicy(context=self.context, session=sibling.session, seed=seed))
+        policy = SessionPolicy(context=self.context, session=sibling.session, seed=seed, record=sibling.parts)
+        return use_policy(policy, policy)
 
     async def _group_reward(self) -> None:
         """``group_reward`` scores the siblings together; its numbers are added to their own rewards."""
@@ -247,13 +275,15 @@ class GroupRun:
         try:
             value = value_or_failure(outcome, where, RewardTimeout, timeout)
             rewards = read_group_rewards(value, len(scored), where)
+            for sibling, reward in zip(scored, rewards, strict=True):
+                if sibling.episode is not None:
+                    sibling.episode = _with_group_reward(sibling.episode, reward, unscorable=spec.has_get_reward)
+                    check_played(sibling.episode)
         except EpisodeFailure as failure:
+            self._count(failure)
             for sibling in scored:
                 sibling.episode, sibling.failure = None, failure
             return
-        for sibling, reward in zip(scored, rewards, strict=True):
-            if sibling.episode is not None:
-                sibling.episode = _with_group_reward(sibling.episode, reward, unscorable=spec.has_get_reward)
 
     async def _score_with_sources(self) -> None:
         """Reward functions and models, while the environments are still there."""
@@ -273,12 +303,21 @@ class GroupRun:
         try:
             result = await score_group(batch, context.reward_sources, context.reward_weights)
         except EpisodeFailure as failure:
+            self._count(failure)
             for sibling in scored:
                 sibling.episode, sibling.failure = None, failure
             return
         self.metrics = result.metrics
         for sibling, episode in zip(scored, result.episodes, strict=True):
             sibling.episode = episode
+
+    def _count(self, failure: EpisodeFailure) -> None:
+        """
+        Raises:
+            NonFiniteError: it is of a number that is not finite, which ends the run here.
+        """
+        self.faults[failure.kind] += 1
+        end_if_asked(failure, ends=self.policy.end_on_nonfinite)
 
     # -- ending
 

@@ -37,6 +37,8 @@ class EpisodeStart:
     opening: Opening
     reset_seconds: float = 0.0
     usable: bool = True
+    stopped_calls: int = 0
+    """calls of tools or ``step`` that ran past their limit"""
     stream: Stream | None = None
     """the global random generators as this instance sees them; None where it does not draw from them"""
 

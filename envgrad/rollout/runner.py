@@ -23,6 +23,7 @@ from envgrad.rollout.context import EpisodeContext
 from envgrad.rollout.custom import play_custom
 from envgrad.rollout.group import GroupPolicy, GroupRun
 from envgrad.rollout.loop import RolloutLoop, gather_or_cancel
+from envgrad.rollout.tally import Tally
 from envgrad.types import Group, Task
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,19 @@ class Round:
     @property
     def failures(self) -> Counter[str]:
         """Failed episodes by kind, over all groups played."""
-        groups = (*self.scored, *self.dropped, *self.stale)
-        return Counter(failure.kind for group in groups for failure in group.failures)
+        return Counter(failure.kind for group in self._played for failure in group.failures)
+
+    @property
+    def faults(self) -> Counter[str]:
+        """``Group.faults`` of all groups played."""
+        counts: Counter[str] = Counter()
+        for group in self._played:
+            counts.update(group.faults)
+        return counts
+
+    @property
+    def _played(self) -> tuple[Group, ...]:
+        return (*self.scored, *self.dropped, *self.stale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +144,8 @@ class RolloutRunner:
     are sampled together does not depend on the clock"""
     activity: Activity = field(default_factory=Activity)
     """the contexts' and the sampler's, if they share one"""
+    tally: Tally = field(default_factory=Tally)
+    """counts what goes wrong"""
     on_group: Callable[[Group], None] | None = None
     """told of each group as it ends, on the loop's thread: for progress displays and logs"""
     consecutive_failures: int = field(init=False, default=0)
@@ -211,6 +225,7 @@ class RolloutRunner:
             group = await play_custom(context, policy, task)
         else:
             group = await GroupRun(context=context, pool=pool, policy=policy, task=task).run()
+        self.tally.add(group)
         self._warn_of_mismatch(group)
         if self.on_group is not None:
             self.on_group(group)
@@ -230,6 +245,7 @@ class RolloutRunner:
             self.consecutive_failures = 0
             return True
         self.consecutive_failures += 1
+        self.tally.dropped += group.task.split == self.tally.split
         last = group.failures[-1].error if group.failures else None
         nobody = f"{name} scored none of them (get_reward returned None)" if name else "no reward function scored them"
         why = f"the last failure was: {last}" if last else nobody
@@ -276,6 +292,8 @@ class RolloutRunner:
             return
         self._closed = True
         self.loop.run(_close_pools(list(self.pools.values())))
+        self.tally.closes += sum(pool.num_close_errors for pool in self.pools.values())
+        self.tally.hung += self.workers.hung
         self.workers.close()
         self.loop.close()
 

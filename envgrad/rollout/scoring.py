@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from envgrad.environments.boundary import WorkerPool
 from envgrad.errors import ConfigurationError
+from envgrad.rollout.finite import check_scored, total_or_infinite
 from envgrad.rollout.loop import gather_or_cancel
 from envgrad.types import Episode
 
@@ -83,7 +84,7 @@ class RewardWeights:
     def total(self, rewards: Mapping[str, float | None]) -> float | None:
         """The weighted sum of the components that apply; None if none does."""
         parts = [self.of(name) * value for name, value in rewards.items() if value is not None]
-        return math.fsum(parts) if parts else None
+        return total_or_infinite(parts) if parts else None
 
 
 def check_count(rewards: Sequence[object], episodes: Sequence[Episode], name: str) -> None:
@@ -125,7 +126,7 @@ async def score_group(batch: RewardBatch, sources: Sequence[RewardSource], weigh
     applies, and whose environment paid nothing, is unscorable too.
 
     Raises:
-        RewardFailure, RewardTimeout: a source failed; the group has no reward.
+        RewardFailure, RewardTimeout: a source failed, or a sum is not finite; the group has no reward.
         ConfigurationError: a source returned what is no list of rewards, or has the name of an environment's
             component; ends the run.
     """
@@ -158,4 +159,5 @@ async def score_group(batch: RewardBatch, sources: Sequence[RewardSource], weigh
                 seconds={**episode.seconds, "reward": episode.seconds.get("reward", 0.0) + seconds},
             )
         )
+    check_scored(scored)
     return Scored(episodes=tuple(scored), metrics={name: tuple(values) for name, values in batch.log.metrics.items()})

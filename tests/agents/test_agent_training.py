@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import envgrad
-from envgrad import ConfigurationError, check_environment
+from envgrad import ConfigurationError
 from envgrad.agents import AgentEndpoint
 from envgrad.config.evaluation import EvalConfig
+from envgrad.episodes.log import EpisodeLog
 from envgrad.starter.compass import Compass
-from envgrad.training.episode_log import EpisodeLog
 from envgrad.training.evaluation import eval_tasks, local_rollouts, play_evaluation
 from envgrad.training.inputs import UserInputs
 from envgrad.types import Episode
@@ -95,9 +95,3 @@ def test_agents_and_other_environments_mix(tmp_path: Path) -> None:
 def test_what_cannot_be_promised_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="deterministic=True cannot be promised for CompassAgent"):
         trained("GRPO", CompassAgent, tmp_path, deterministic=True)
-
-
-def test_check_environment_starts_and_scores_an_agents_environment_and_says_that_it_is_not_played() -> None:
-    report = check_environment(CompassAgent)
-    assert report.ok, str(report)
-    assert "run_agent" in str(report) and "started and scored unplayed" in str(report)

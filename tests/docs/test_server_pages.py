@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ TESTS = str(Path(__file__).parents[1])
 def test_the_page_runs(page: str, app: str) -> None:
     if page == "openreward":
         pytest.importorskip("openreward")
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+    # What comes after the first block needs other packages: ``tests/ecosystems`` runs it.
+    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
     server = Server(f"helpers.{app}", python=None, folder=TESTS, timeout=60)
     try:
         names: dict[str, Any] = {"url": server.url}
@@ -26,3 +28,12 @@ def test_the_page_runs(page: str, app: str) -> None:
     finally:
         server.stop()
     assert names["trainer"].state.global_step == 2
+
+
+def test_the_packages_that_cannot_be_played_are_listed() -> None:
+    known = json.loads((DOCS.parent / "tests" / "ecosystems" / "openenv_registry.json").read_text(encoding="utf-8"))
+    page = (DOCS / "openenv.md").read_text(encoding="utf-8")
+    table = page[page.index("## What runs") : page.index("## Harness sessions")]
+    for entry in known["does_not_run"]:
+        for package in entry["package"].split(", "):
+            assert f"`{package.partition(' ')[0]}`" in table

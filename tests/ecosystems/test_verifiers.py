@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +66,14 @@ def test_verifiers_plays_and_scores_against_our_endpoint(tmp_path: Path) -> None
 def test_a_taskset_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="verifiers cannot load 'nothing_of_that_name'"):
         _ = make(tmp_path, "nothing_of_that_name").size
+
+
+@pytest.mark.timeout(300)
+def test_the_page_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "words_of_ours.py").write_text(TASKSET)
+    page = Path(__file__).parents[2] / "docs" / "verifiers.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"python": PYTHON, "folder": str(tmp_path)}
+    exec(compile(block, "verifiers", "exec"), names)
+    assert names["trainer"].state.global_step == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_wordle_marks_letters() -> None:
     assert (env.guess("TEA"), env.done, env.get_reward()) == ("right right right", True, 1.0)
     with pytest.raises(ValueError, match="not 4"):
         env.guess("team")
+
+
+def test_wordle_made_again_draws_the_same_words() -> None:
+    wordle = page("wordle").Wordle
+
+    def secrets() -> list[str]:
+        wordle.made = itertools.count()
+        games, found = [wordle() for _ in range(3)], []
+        for game in games * 2:
+            game.reset()
+            found.append(game.secret)
+        return found
+
+    first = secrets()
+    assert first == secrets() and len(set(first)) > 2
 
 
 def test_wordle_words() -> None:

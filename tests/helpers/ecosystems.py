@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from envgrad.environments.isolation import Stream
 from envgrad.environments.sources import hash63
+
+if TYPE_CHECKING:
+    from envgrad import GRPOTrainer
 
 WHOLE = os.environ.get("ENVGRAD_ECOSYSTEMS") == "whole"
 """whether all of an ecosystem is played, or a fixed part of it"""
@@ -65,3 +70,26 @@ def play_together(siblings: list[Sibling], most_turns: int) -> None:
     for _ in range(most_turns):
         for sibling in siblings:
             sibling.turn()
+
+
+def five_steps(folder: Path, environments: object, **changes: object) -> GRPOTrainer:
+    """Five steps of GRPO with the starter model, which all succeed; the trainer, whose episode log is whole."""
+    from envgrad import GRPOConfig, GRPOTrainer
+
+    options: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 5, "per_device_train_batch_size": 8, "num_generations": 4,
+        "max_completion_length": 160, "max_turn_tokens": 12, "max_turns": 3, "report_to": "none", "use_cpu": True,
+        "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no",
+    }  # fmt: skip
+    config = GRPOConfig(**(options | changes))
+    trainer = GRPOTrainer("starter", args=config, environment_factory=environments)  # type: ignore[arg-type]
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert trainer.state.global_step == 5 and len(logs) == 5
+    assert all(math.isfinite(entry["reward"]) for entry in logs)
+    assert not any(entry.get("group/start_mismatch") for entry in logs)
+    # Other seats of the policy's are further records of the same episodes.
+    records = [record for record in trainer.episode_log.read() if not record.get("part")]  # type: ignore[union-attr]
+    assert len(records) == 5 * config.per_device_train_batch_size
+    assert all(record["reward"] is not None for record in records)
+    return trainer

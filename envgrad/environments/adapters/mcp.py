@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from envgrad.environments.adapters.background import in_background, obtain_in_background, run_in_background
 from envgrad.environments.adapters.mcp_link import CLOSE_SECONDS, Link, MCPServer, ServerFactory
@@ -133,6 +133,7 @@ class _Played(MCPEpisode):
     def __init__(self, environment: MCPEnvironment) -> None:
         super().__init__(environment.server, only=environment.tools)
         self._environment = environment
+        self.determinism: str | None = environment.determinism
 
     async def reset(self, seed: int) -> object:
         await self.restart()
@@ -181,6 +182,9 @@ class MCPEnvironment:
         tools: names of the tools that the model sees; None: all.
         environ, cwd: of the program.
         start_timeout: seconds until a server has listed its tools.
+        determinism: what decides an episode beside the actions, which ``check_environment`` compares with what it sees:
+            ``"seeded"`` where ``prompt`` prepares the server by the seed, ``"fixed"`` where nothing varies, ``"none"``
+            where the server does as it likes. None says nothing.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -219,6 +223,7 @@ class MCPEnvironment:
     environ: Mapping[str, str] = field(default_factory=dict, hash=False)
     cwd: str | None = None
     start_timeout: float = 30.0
+    determinism: Literal["fixed", "seeded", "none"] | None = None
     server: MCPServer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -226,6 +231,8 @@ class MCPEnvironment:
             raise ConfigurationError(f"reward={self.reward!r} must be a function of the episode's server")
         if not callable(self.prompt) and not isinstance(self.prompt, str):
             raise ConfigurationError(f"prompt={self.prompt!r} must be a text or a function")
+        if self.determinism not in (None, "fixed", "seeded", "none"):
+            raise ConfigurationError(f"determinism={self.determinism!r} must be one of fixed, seeded, none, or None")
         server = MCPServer(
             command=self.command, factory=self.server_factory, url=self.url, shared=self.shared, environ=self.environ,
             cwd=self.cwd, start_timeout=self.start_timeout,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envgrad.environments.remote.client import Remote, describe_remote, remote_class
+from envgrad.environments.remote.client import Remote, first_remote
 from envgrad.environments.remote.host import Host
 from envgrad.errors import ConfigurationError
 
@@ -63,7 +63,9 @@ class OtherPython:
     def __call__(self) -> Remote:
         if self._class is None:
             self._host = Host(self.python, self.target, self.arguments, path=self.path, variables=self.variables)
-            self._class = remote_class(self._host, describe_remote(self._host), self.target.rpartition(":")[2])
+            first = first_remote(self._host, self.target.rpartition(":")[2])
+            self._class = type(first)
+            return first
         return self._class()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from envgrad.environments.adapters.textarena_games import GameRules, Opponent, Table, load_rules, start_state
 from envgrad.environments.members import StepResult
-from envgrad.environments.policy import ask_policy
+from envgrad.environments.policy import forget_part, play_part, reward_part
 from envgrad.environments.sources import hash63
 from envgrad.errors import ConfigurationError, EnvironmentFailure
 from envgrad.types import Message
@@ -46,7 +46,8 @@ class TextArenaEnvironment:
         opponents: who plays the other seats, of all of them or by seat: ``"random"``: an option in square brackets out
             of what the seat read last, drawn from the game's generators; a list of moves, repeated from its first when
             they run out; a function of all that the seat has read (one string) -> its move, which keeps no state;
-            ``"self"``: the policy that is trained, as it is at the moment. None: the game has one seat.
+            ``"self"``: the policy that is trained, as it is at the moment; each seat of its own is a trained episode,
+            compared with the same seat of the siblings. None: the game has one seat.
         seat: the agent's; ``"drawn"``: each group draws one, so that over many groups every seat is trained. It is the
             default where opponents are ``"self"``, else 0.
         players: None: the smallest number that the game takes.
@@ -169,6 +170,7 @@ class TextArenaEpisode:
         self._table: Table | None = None
         self._moves: dict[int, int] = {}
         self._chats: dict[int, list[Message]] = {}
+        self._cut = False
         self.determinism: str | None = factory.determinism
         self.seat = 0
         """the agent's"""
@@ -186,7 +188,7 @@ class TextArenaEpisode:
 
     def get_reward(self) -> float | None:
         """What the game paid the agent's seat."""
-        return self.table.reward(self.seat) if self.table.over else self._factory.unfinished_reward
+        return self._paid(self.seat)
 
     def start_state(self) -> object:
         """The seat, what was read and the game's hidden state."""
@@ -194,18 +196,27 @@ class TextArenaEpisode:
 
     @property
     def done(self) -> bool:
-        return self._table is not None and self._table.over
+        return self._table is not None and (self._table.over or self._cut)
 
-    def _deal(self, seed: int) -> Generator[int, str, list[Message]]:
+    def _paid(self, seat: int) -> float | None:
+        return self.table.reward(seat) if self.table.over else self._factory.unfinished_reward
+
+    def _deal(self, seed: int) -> Generator[int, str | None, list[Message]]:
         """Start games until one lets the agent move; yields the seats whose moves are needed.
 
         A drawn seat is drawn again for each: where the other player loses at once, the agent soon has the first move.
         """
         for attempt in range(MAX_STARTS):
             own = hash63("textarena", seed, attempt)
-            self.seat, self._moves, self._chats = self._factory.seat_for(own), {}, {}
+            self._forget()
+            self.seat = self._factory.seat_for(own)
             self._table = Table(rules=self._factory.rules(), seed=own)
             yield from self._others()
+            if self._cut:
+                raise EnvironmentFailure(
+                    f"{self._factory.game}: the run's limits leave no room for the other seats' first moves: raise "
+                    "max_completion_length"
+                )
             if not self._table.over:
                 system = self._factory.instructions
                 opening: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -215,7 +226,10 @@ class TextArenaEpisode:
             + ("" if self._factory.seat == "drawn" else "; choose another seat, or seat='drawn'")
         )
 
-    def _reply(self, message: str) -> Generator[int, str, StepResult]:
+    def _forget(self) -> None:
+        self._moves, self._chats, self._cut = {}, {}, False
+
+    def _reply(self, message: str) -> Generator[int, str | None, StepResult]:
         """The agent's move and the others'; yields the seats whose moves are needed."""
         table = self.table
         known = len(table.read[self.seat])
@@ -224,14 +238,18 @@ class TextArenaEpisode:
         news = table.read[self.seat][known:]
         if table.over:
             news = [*news, table.ending(self.seat)]
-        return StepResult("\n".join(news), done=table.over)
+        return StepResult("\n".join(news), done=self.done)
 
-    def _others(self) -> Generator[int, str, None]:
+    def _others(self) -> Generator[int, str | None, None]:
+        """Until it is the agent's turn, the game is over, or another seat of the policy's has no room for a move."""
         table = self.table
         for _ in range(MAX_OTHER_MOVES):
             if table.over or table.look() == self.seat:
                 return
             move = yield table.seat
+            if move is None:
+                self._cut = True
+                return
             table.move(move)
         raise EnvironmentFailure(
             f"{self._factory.game}: {MAX_OTHER_MOVES} moves in a row were not the agent's (seat {self.seat})"
@@ -274,7 +292,7 @@ class ScriptedEpisode(TextArenaEpisode):
 
 
 class SelfPlayEpisode(TextArenaEpisode):
-    """A game in which the policy has other seats too, each with a chat of its own."""
+    """A game in which the policy has other seats too, each with a chat and a reward of its own."""
 
     async def reset(self, seed: int) -> list[Message]:
         opening: list[Message] = await self._play(self._deal(seed))
@@ -284,28 +302,44 @@ class SelfPlayEpisode(TextArenaEpisode):
         result: StepResult = await self._play(self._reply(message))
         return result
 
-    async def _play(self, moves: Generator[int, str, Any]) -> Any:
+    def _forget(self) -> None:
+        """What other seats said in a game that was over before the agent's first turn is not trained."""
+        for seat in self._chats:
+            forget_part(_part(seat))
+        super()._forget()
+
+    async def get_reward(self) -> float | None:  # type: ignore[override]
+        for seat in self._chats:
+            reward_part(_part(seat), self._paid(seat))
+        return super().get_reward()
+
+    async def _play(self, moves: Generator[int, str | None, Any]) -> Any:
         answer = None
         while True:
             try:
-                seat = moves.send(answer)  # type: ignore[arg-type]
+                seat = moves.send(answer)
             except StopIteration as end:
                 return end.value
             own = self._factory.opponents.get(seat) == SELF
             answer = await self._asked(seat) if own else self._scripted(seat)
 
-    async def _asked(self, seat: int) -> str:
-        """The policy's move in another seat, whose chat goes on."""
+    async def _asked(self, seat: int) -> str | None:
+        """The policy's move in another seat, whose chat goes on; None where it has no room left."""
         system = self._factory.instructions
-        chat = self._chats.setdefault(seat, [{"role": "system", "content": system}] if system else [])
-        shown = sum(message["role"] == "user" for message in chat)
+        known = self._chats.get(seat, [{"role": "system", "content": system}] if system else [])
         read = self.table.read[seat]
-        news = read if not shown else read[self._moves[seat] :]
+        news = read[self._moves[seat] :] if seat in self._chats else read
+        chat = [*known, {"role": "user", "content": "\n".join(news) or "Your move."}]
+        answer = await play_part(_part(seat), chat, max_tokens=self._factory.move_tokens)
+        if answer is None:
+            return None
         self._moves[seat] = len(read)
-        chat.append({"role": "user", "content": "\n".join(news) or "Your move."})
-        answer = await ask_policy(chat, max_tokens=self._factory.move_tokens)
-        chat.append({"role": "assistant", "content": answer})
+        self._chats[seat] = [*chat, {"role": "assistant", "content": answer}]
         return answer
+
+
+def _part(seat: int) -> str:
+    return f"seat_{seat}"
 
 
 def _random_option(read: Sequence[str]) -> str:

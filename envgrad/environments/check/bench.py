@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from envgrad.environments.boundary import Ok, Raised, TimedOut, WorkerPool, call_user
+from envgrad.environments.check.agent_play import AgentStage
 from envgrad.environments.check.report import AuditRow, CheckReport, Determinism, Finding, Level, Rule
 from envgrad.environments.contract import inspect_environment
 from envgrad.environments.spec import EnvironmentSpec, Factory, member_of
@@ -81,6 +82,10 @@ class Bench:
         """equal episodes are rewarded differently"""
         self.isolated = False
         """games get generators of their own, as in training, since the process's are drawn from"""
+        self.agents: AgentStage | None = None
+        """who answers agents that own their loop"""
+        self.agent_answers = 0
+        """calls of one agent that are answered"""
         self._spec: EnvironmentSpec | None = None
         self._workers = WorkerPool(16, name="envgrad-check")
         self._findings: dict[tuple[Rule, str], Finding] = {}

@@ -16,6 +16,7 @@ from functools import partial
 from envgrad.environments.arguments import clean_text
 from envgrad.environments.boundary import Ok, Raised
 from envgrad.environments.check.actions import Action, Call, Say
+from envgrad.environments.check.agent_play import AgentStage
 from envgrad.environments.check.bench import Bench, CallFailed, contract_parts, method_of, told
 from envgrad.environments.check.report import Level, Rule
 from envgrad.environments.isolation import Stream, use
@@ -134,8 +135,8 @@ class Game:
         return picture
 
     async def act(self, action: Action) -> None:
-        """One turn; nothing once the episode is over."""
-        if self.over:
+        """One turn; nothing once the episode is over. An agent that owns its loop acts by itself, in ``finish``."""
+        if self.over or self.bench.spec.runs_agent:
             return
         with use(self.stream):
             event = await self._event(action)
@@ -172,9 +173,11 @@ class Game:
         """Score the episode.
 
         Raises:
-            CallFailed: ``get_reward`` raised.
+            CallFailed: ``get_reward`` raised, or an agent's ``run_agent``.
         """
         reward: Reward = None
+        if self.bench.spec.runs_agent and self.bench.agents is not None:
+            await self._run_agent(self.bench.agents)
         if self.bench.spec.has_read_chat:
             chat = [*self.messages, *self.chat]
             with use(self.stream):
@@ -190,6 +193,23 @@ class Game:
             reward=reward,
             total=self._total(reward),
         )
+
+    async def _run_agent(self, agents: AgentStage) -> None:
+        """Let the agent play, and note what it asked.
+
+        Raises:
+            CallFailed: it raised, though its calls were answered.
+        """
+        bench, run = self.bench, method_of(self.instance, "run_agent")
+        played = await agents.play(partial(bench.outcome, "run_agent", run), self.messages, bench.agent_answers)
+        if isinstance(played.outcome, Raised) and not played.limited:
+            fix = "Mend the line, or catch what it raises: an agent must live with any answer, as one without a call."
+            seen = f"it raised {told(played.outcome.error)}, after {len(played.asked)} answers without a tool call."
+            raise bench.fail(Rule.RAISED, "run_agent", seen, fix) from played.outcome.error
+        for asked in played.asked:
+            text = _ADDRESS.sub("0x...", asked.text())
+            self.events.append(Event(action=f"answer {asked.answer!r}", observation=text, reward=None, done=False))
+        self.over = True
 
     def _total(self, reward: Reward) -> float | None:
         paid = [event.reward for event in self.events if event.reward is not None]

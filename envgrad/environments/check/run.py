@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from envgrad.environments.boundary import Raised, guard_in_thread
+from envgrad.environments.check.agent_play import AgentStage
 from envgrad.environments.check.audit import check_audit
 from envgrad.environments.check.bench import Bench, CallFailed, Hung, method_of, told
 from envgrad.environments.check.determinism import check_declared, check_determinism
@@ -39,6 +40,7 @@ def check_environment(
     seed: int = 0,
     timeout: float = 30.0,
     name: str | None = None,
+    agents: AgentStage | None = None,
 ) -> CheckReport:
     """Play an environment with scripted actions, without any model, and say what breaks the contract.
 
@@ -53,6 +55,7 @@ def check_environment(
         seed: decides tasks and actions.
         timeout: seconds that one call may take; the first that takes longer ends the check.
         name: how the report calls it; the class's name if None.
+        agents: who answers an agent that owns its loop; None: such episodes are started and scored unplayed.
 
     Raises:
         ConfigurationError: an argument that cannot work. What the environment does is never raised, but a finding.
@@ -82,6 +85,7 @@ def check_environment(
         raise ConfigurationError(f"timeout={timeout!r} must be more than 0 seconds")
     plan = Plan(rows=rows, groups=groups, turns=turns, seed=seed)
     bench = Bench(name=name or str(getattr(environment, "__name__", "environment")), timeout=timeout)
+    bench.agents, bench.agent_answers = agents, turns
     _run_watched(bench, lambda: asyncio.run(with_stand_in(_check(bench, plan, environment))))
     return bench.report()
 
@@ -179,9 +183,9 @@ async def _first_episode(bench: Bench, plan: Plan) -> Game:
     game = await Game.open(bench, await bench.make(), plan.tasks(bench.spec, 1)[0])
     bench.tools = game.signatures
     check_schemas(bench, game.tools)
-    if bench.spec.runs_agent:
+    if bench.spec.runs_agent and bench.agents is None:
         seen = "an agent owns the loop, and nobody answers it here: episodes are started and scored unplayed."
-        fix = "Test the agent with a scripted sampler; get_reward must work for an agent that did nothing."
+        fix = "Install envgrad[agents], and use envgrad.check_environment: then somebody answers."
         bench.find(Level.NOTE, Rule.NOT_CHECKED, "run_agent", seen, fix)
     if isinstance(member_of(game.instance, "done"), FunctionType):
         seen = "it is a method: read without a call, as properties are, it is always true."

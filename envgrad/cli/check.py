@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from envgrad.agents.checking import check_environment
 from envgrad.cli.locate import locate
 from envgrad.cli.text import printable, shorten
-from envgrad.environments.check import AuditRow, CheckReport, Determinism, Finding, Level, check_environment
+from envgrad.environments.check import AuditRow, CheckReport, Determinism, Finding, Level
 from envgrad.environments.start import StartMode
 from envgrad.errors import ConfigurationError
 

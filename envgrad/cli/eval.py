@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ FIELDS = (
     *("max_completion_length", "max_turns", "max_turn_tokens", "max_tool_calling_iterations"),
     *("episode_timeout", "tool_timeout", "reset_timeout", "reward_timeout", "close_timeout"),
     *("max_concurrent_episodes", "max_episode_retries", "max_consecutive_failed_groups"),
-    *("group_consistency", "isolate_generators", "environment_weights", "eval_success_reward"),
+    *("episode_log_gb", "group_consistency", "isolate_generators", "environment_weights", "eval_success_reward"),
 )
 """fields of the configuration that act in an evaluation"""
 LOCAL_FIELDS = (
@@ -119,7 +120,7 @@ def _play(
     request: EvalRequest, config: EvalConfig, rollouts: Rollouts, console: Console, folder: Path, *, live: bool
 ) -> _Report:
     from envgrad.rollout.runner import Round
-    from envgrad.training.episode_log import EpisodeLog
+    from envgrad.training.episode_log import run_log
     from envgrad.training.evaluation import EndpointRollouts, eval_tasks, play_evaluation
     from envgrad.types import Group
 
@@ -130,15 +131,15 @@ def _play(
     console.print(Text(f"evaluating {title}: {tasks.count} tasks, {request.samples} samples each"), soft_wrap=True)
     if config.temperature == 0 and request.samples > 1:
         console.print("temperature 0: samples of one task differ only where its environment does", highlight=False)
-    log = EpisodeLog(folder / "episodes")
     folder.mkdir(parents=True, exist_ok=True)
+    log = run_log(config, rollouts)
     display = EvalDisplay(title, tasks=tasks.count, console=console, live=live)
 
     def take(group: Group) -> None:
         log.write(Round(groups=(group,)), step=0)
         display.add(group)
 
-    with display:
+    with contextlib.closing(log), display:
         played = play_evaluation(rollouts, tasks, on_group=take)
     summary = summarize(played, config.eval_success_reward)
     if summary.reward is None:

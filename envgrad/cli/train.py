@@ -23,7 +23,7 @@ from envgrad.errors import ConfigurationError
 if TYPE_CHECKING:
     from envgrad.config import RolloutConfig
 
-_OWN = ("--model", "--environment", "--config", "--algorithm", "--help")
+_OWN = ("--model", "--environment", "--config", "--algorithm", "--dry-run", "--help")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,9 @@ def run_train(
     config_file: Path | None,
     arguments: Sequence[str],
     algorithm: str | None = None,
+    dry_run: bool = False,
 ) -> None:
-    """Train, and say where everything lies.
+    """Train, and say where everything lies; with ``dry_run`` only show what the run would do.
 
     Raises:
         ConfigurationError: anything that was given and cannot work.
@@ -58,6 +59,11 @@ def run_train(
     values = dict(request.values)
     values.setdefault("output_dir", str(fresh_folder(Path("runs") / _run_name(factory))))
     config = build_config(values, request.algorithm)
+    if dry_run:
+        from envgrad.cli.dry_run import run_dry_run
+
+        run_dry_run(request.model, request.values, config, factory)
+        return
     console = Console()
     live = console.is_terminal and not config.disable_tqdm
     config.disable_tqdm = True  # transformers' own bar and prints would draw over the display
@@ -184,6 +190,8 @@ def _train(
         places = save_results(trainer, folder)
     finally:
         trainer.close()
+        if not trainer.rollouts.tally.is_clean:
+            console.print("\n".join(trainer.rollouts.tally.lines()), markup=False, highlight=False)
     places |= show_plot(console, display.figures, folder / "reward.png", title=title)
     show_places(console, places)
     show_next(console, _continue_words(request, places["model"]), why="To train the result further")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,6 +8,8 @@ import pytest
 from envgrad.cli import demo
 from envgrad.cli.main import main
 from envgrad.config import GRPOConfig
+from envgrad.episodes.log import EpisodeLog
+from envgrad.episodes.records import EpisodeFilter
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -44,8 +45,8 @@ def test_the_demo_trains_evaluates_and_plots(
     folder = tmp_path / "runs" / "demo"
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "model" / "model.safetensors").is_file()
-    train = [json.loads(line) for line in (folder / "episodes" / "train-00000.jsonl").read_text().splitlines()]
-    evaluation = [json.loads(line) for line in (folder / "episodes" / "eval-00000.jsonl").read_text().splitlines()]
+    train = list(EpisodeLog(folder / "episodes").read(EpisodeFilter(split="train")))
+    evaluation = list(EpisodeLog(folder / "episodes").read(EpisodeFilter(split="eval")))
     assert (len(train), len(evaluation)) == (16, 4)
     assert not {record["seed"] for record in train} & {record["seed"] for record in evaluation}
     means = [sum(r["reward"] for r in train if r["step"] == step) / 8 for step in (0, 1)]
@@ -65,7 +66,7 @@ def test_a_second_demo_goes_to_a_folder_of_its_own_and_names_the_example_at_hand
     assert run(monkeypatch, "--steps", "1") == 0
     out = capsys.readouterr().out
     assert [path.name for path in (tmp_path / "runs" / "demo").iterdir()] == ["note"]
-    assert (tmp_path / "runs" / "demo-2" / "episodes" / "train-00000.jsonl").is_file()
+    assert any(EpisodeLog(tmp_path / "runs" / "demo-2" / "episodes").read())
     assert "--environment examples/guess_number.py:GuessNumber" in out
     assert "pip install 'envgrad[plot]'" in out
     assert not (tmp_path / "runs" / "demo-2" / "reward.png").exists()

@@ -9,6 +9,8 @@ import pytest
 
 from envgrad.cli.eval import read_rows
 from envgrad.cli.main import main
+from envgrad.episodes.log import EpisodeLog
+from envgrad.episodes.records import EpisodeFilter
 from envgrad.errors import ConfigurationError, TooManyFailures
 from helpers.chat_server import Answer, chat_server, message
 
@@ -70,7 +72,7 @@ def test_the_starter_model_on_compass(
     assert cost["price"] == pytest.approx((cost["tokens_in"] + 2 * cost["tokens_out"]) / 1e6)
     result = folder / "runs" / "eval-compass"
     assert json.loads((result / "evaluation.json").read_text()) == data
-    records = [json.loads(line) for line in (result / "episodes" / "eval-00000.jsonl").read_text().splitlines()]
+    records = list(EpisodeLog(result / "episodes").read(EpisodeFilter(split="eval")))
     assert sorted((record["position"], record["sibling"]) for record in records) == [
         (position, sibling) for position in range(8) for sibling in range(2)
     ]
@@ -128,7 +130,7 @@ def test_a_finite_split_is_played_once(
         assert run(monkeypatch, "eval", "--endpoint", server.url, "--model", "m", *words) == 0
     out = capsys.readouterr().out
     assert "split 'train' has 3 tasks: all are played, once" in out
-    assert (folder / "runs" / "eval-sums" / "episodes" / "train-00000.jsonl").is_file()
+    assert {record["split"] for record in EpisodeLog(folder / "runs" / "eval-sums" / "episodes").read()} == {"train"}
 
 
 def test_a_run_in_which_nothing_could_be_scored_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 import envgrad
-from envgrad.cli.main import main
+from envgrad.cli.main import app, main
 from envgrad.errors import ConfigurationError
 
 
@@ -99,3 +100,59 @@ def test_our_own_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["envgrad", "train"])
     with pytest.raises(RuntimeError, match="a bug"):
         main()
+
+
+def commands() -> list[str]:
+    from typer.main import get_command
+
+    command = get_command(app)
+    return sorted(command.commands)  # type: ignore[attr-defined]
+
+
+def test_every_command_has_an_example_that_names_it() -> None:
+    from typer.main import get_command
+
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert command.epilog and command.epilog.startswith(f"Example: envgrad {name}"), name
+
+
+def test_the_help_names_exit_codes_and_completion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--help") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Exit codes: 0 done; 1 the run failed" in said and "130 interrupted" in said
+    assert "envgrad --install-completion" in said
+    for name in commands():
+        assert name in said
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["tarin"], "Did you mean 'train'?"),
+        (["chek"], "Did you mean 'check'?"),
+        (["--vresion"], "--version"),
+        (["check", "--tunrs", "3", "x:Y"], "--turns"),
+        (["play", "--spilt", "eval", "x:Y"], "--split"),
+        (["bench", "--row", "3"], "--rows"),
+    ],
+)
+def test_what_is_misspelt_is_answered_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], nearest: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(monkeypatch, *words) == 2
+    assert nearest in capsys.readouterr().err
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    program = "import sys; sys.argv[0] = 'envgrad'; from envgrad.cli.main import main; main()"
+
+    def completed(line: str) -> list[str]:
+        asked = {"_ENVGRAD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        done = subprocess.run([sys.executable, "-c", program], env=os.environ | asked, capture_output=True, text=True)
+        return done.stdout.split()
+
+    assert completed("envgrad re") == ["replay"]
+    assert "--max-turns" in completed("envgrad play --m")

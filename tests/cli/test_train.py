@@ -9,6 +9,8 @@ import pytest
 
 from envgrad.cli.main import main
 from envgrad.cli.train import build_config, read_request
+from envgrad.episodes.log import EpisodeLog
+from envgrad.episodes.records import EpisodeFilter
 from envgrad.errors import ConfigurationError
 
 ENVIRONMENT = """
@@ -121,7 +123,7 @@ def test_a_run_from_the_command_line(
     assert not any(line.startswith("{") for line in lines)  # transformers prints nothing of its own
     result = folder / "runs" / "echo"
     assert (result / "model" / "model.safetensors").is_file()
-    episodes = [json.loads(line) for line in (result / "episodes" / "train-00000.jsonl").read_text().splitlines()]
+    episodes = list(EpisodeLog(result / "episodes").read(EpisodeFilter(split="train")))
     assert len(episodes) == 8
     state = json.loads((result / "trainer_state.json").read_text())
     assert state["global_step"] == 2
@@ -184,8 +186,8 @@ def test_the_algorithm_decides_which_options_there_are(
 ) -> None:
     words = ["--model", "starter", "--environment", "echo_environment:Echo", "--max-steps", "1"]
     assert run(monkeypatch, "train", *words, *SMALL, "--algorithm", algorithm, option, "0.5") == 0
-    saved = list((folder / "runs").rglob("episodes/*.jsonl"))
-    assert len(saved) == 1 and len(saved[0].read_text().splitlines()) == 4
+    saved = list((folder / "runs").rglob("episodes"))
+    assert len(saved) == 1 and len(list(EpisodeLog(saved[0]).read())) == 4
 
 
 def test_an_unknown_algorithm_suggests_the_nearest() -> None:

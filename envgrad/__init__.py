@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from envgrad.agents.checking import check_environment
     from envgrad.algorithms.base import Algorithm
     from envgrad.algorithms.custom import custom
     from envgrad.algorithms.grpo import GRPO
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from envgrad.compat.parser import TrlParser, init_zero_verbose
     from envgrad.compat.progress import RichProgressCallback
     from envgrad.config import AsyncGRPOConfig, GRPOConfig, RLOOConfig, SDPOConfig
-    from envgrad.environments.check import check_environment
     from envgrad.environments.contract import Environment, StepResult, ToolResult, tool
     from envgrad.errors import (
         ConfigurationError,
@@ -69,7 +69,7 @@ _HOME = {
     "ToolResult": "envgrad.environments.contract",
     "TrainingSample": "envgrad.types",
     "TrlParser": "envgrad.compat.parser",
-    "check_environment": "envgrad.environments.check",
+    "check_environment": "envgrad.agents.checking",
     "custom": "envgrad.algorithms.custom",
     "export_episodes": "envgrad.training.warm_start",
     "get_dataset": "envgrad.compat.datasets_config",

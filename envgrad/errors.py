@@ -5,16 +5,20 @@
     EnvgradError
     |-- ConfigurationError (ValueError)       an option or argument that cannot work; raised at construction
     |   |-- EnvironmentContractError          a class that breaks the environment contract
-    |   `-- ChatTemplateError                 a chat template or tool format that cannot be used
+    |   |-- ChatTemplateError                 a chat template or tool format that cannot be used
+    |   `-- CheckpointError                   a checkpoint that is torn, foreign, or of another run
     |-- EpisodeFailure                        an episode that could not be finished; retried, then dropped
     |   |-- EnvironmentFailure                reset, get_reward or the environment's own word; user code may raise it
     |   |-- ResetTimeout                      reset took longer than reset_timeout
     |   |-- RewardTimeout                     get_reward took longer than reward_timeout
     |   |-- RewardFailure                     a reward function or reward model raised
-    |   `-- SamplerFailure                    the sampler could not answer
+    |   |-- SamplerFailure                    the sampler could not answer
+    |   `-- NotFinite                         beside one of the others: a reward or log-prob that is no finite number
+    |-- NonFiniteError                        a number that is not finite, where on_nonfinite="raise"
     |-- TooManyFailures                       max_consecutive_failed_groups groups in a row were dropped
     |-- SamplerDied                           the sampler's process or server is gone: the run ends
     |-- WeightTransferError                   weights did not arrive whole at a sampler, which keeps those it had
+    |-- EpisodeLogError                       the episode log could not be written: the run ends
     |-- ToolCallError                         a call that does not fit its tool; its text goes back to the model
     `-- EpisodeDone                           not an error: a tool raises it to end the episode
 
@@ -38,6 +42,10 @@ class EnvironmentContractError(ConfigurationError, TypeError):
 
 class ChatTemplateError(ConfigurationError):
     """A chat template that cannot render what the episode needs."""
+
+
+class CheckpointError(ConfigurationError):
+    """A checkpoint that cannot be resumed: a file of it is missing, torn, foreign, or of another run or version."""
 
 
 class EpisodeFailure(EnvgradError):
@@ -82,6 +90,33 @@ class SamplerFailure(EpisodeFailure):
     kind = "sampler"
 
 
+class NotFinite(EpisodeFailure):
+    """A number of an episode is NaN or infinite; what kind of failure that is, the other base says."""
+
+
+class NonFiniteReward(NotFinite, EnvironmentFailure):
+    """An environment gave an infinite reward, or rewards that add up to one."""
+
+    kind = EnvironmentFailure.kind
+
+
+class NonFiniteScore(NotFinite, RewardFailure):
+    """A reward function or model gave an infinite reward, or one that makes the weighted sum infinite."""
+
+    kind = RewardFailure.kind
+
+
+class NonFiniteLogprob(NotFinite, SamplerFailure):
+    """A sampler gave a token with a log-prob that is not finite."""
+
+    kind = SamplerFailure.kind
+
+
+class NonFiniteError(EnvgradError, ArithmeticError):
+    """A reward, log-prob, loss or gradient is NaN or infinite, and ``on_nonfinite="raise"``; or updates were skipped
+    for it too often in a row, or the weights themselves are no longer finite. It ends the run."""
+
+
 class TooManyFailures(EnvgradError, RuntimeError):
     """Too many groups in a row were dropped; the cause is chained."""
 
@@ -92,6 +127,10 @@ class SamplerDied(EnvgradError, RuntimeError):
 
 class WeightTransferError(EnvgradError, RuntimeError):
     """A policy's weights did not arrive whole at a sampler; it still serves the version that it had."""
+
+
+class EpisodeLogError(EnvgradError, RuntimeError):
+    """The episode log could not be written (the disk is full, say); the cause is chained."""
 
 
 class ToolCallError(EnvgradError):

@@ -120,6 +120,11 @@ class PackedLayout:
             blocks.extend(_Block.of(bucket, prefix, prefix_length) for bucket in buckets)
         return cls(tuple(blocks), tuple(families))
 
+    @property
+    def families(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """What it was built of (``build``)."""
+        return self._families
+
     def to(self, device: torch.device | str) -> PackedLayout:
         return PackedLayout(tuple(block.to(device) for block in self._blocks), self._families)
 

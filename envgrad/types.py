@@ -209,6 +209,10 @@ class Episode:
     """what reward functions logged beside the reward (``log_extra``); goes to the episode log"""
     branches: tuple[EpisodeRow, ...] = ()
     """further rows, in the order in which they began: chats of an agent that did not extend the main one"""
+    part: str = ""
+    """which other part of the policy's in the same game this is, such as another seat; empty for the agent itself"""
+    parts: tuple[Episode, ...] = ()
+    """the policy's other parts (``policy.play_part``), each an episode with a reward of its own"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.mask), len(self.logprobs), len(self.versions)}
@@ -216,8 +220,13 @@ class Episode:
             raise AssertionError(f"token_ids, mask, logprobs and versions must have one length, got {sorted(lengths)}")
 
     @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from all other episodes of a run: its task and part, and its number among the siblings."""
+        return (f"{self.task.key}/{self.part}" if self.part else self.task.key), self.sibling
+
+    @property
     def rows(self) -> tuple[EpisodeRow, ...]:
-        """All token rows: the main one, then ``branches``."""
+        """All token rows: the main one, then ``branches``; ``parts`` have their own."""
         main = EpisodeRow(
             token_ids=self.token_ids,
             mask=self.mask,
@@ -276,6 +285,10 @@ class Group:
     """how the siblings' starts differ, naming the attribute; None if they do not"""
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """what reward functions logged (``log_metric``), averaged over the step"""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """what went wrong on the way, by kind: attempts that failed, made again or not, and stopped tool calls"""
+    start: str | None = None
+    """the state after reset (``environments.plain_start``), where no id tells the task and the state is plain"""
 
     @property
     def scored_rewards(self) -> list[float]:

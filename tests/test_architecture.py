@@ -16,10 +16,20 @@ PACKAGE = Path(envgrad.__file__).parent
 FLOW = [
     ["types", "errors"],
     ["environments", "chat"],
-    ["sampling.sampler", "sampling.scripted"],
+    ["sampling.sampler", "sampling.sessions", "sampling.scripted"],
     ["rollout", "advantages"],
-    ["rewards", "evaluation", "agents", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"],
     [
+        "rewards",
+        "evaluation",
+        "episodes",
+        "agents",
+        "sampling.http_retry",
+        "sampling.endpoint",
+        "sampling.endpoint_chat",
+        "sampling.endpoint_http",
+    ],
+    [
+        "cores",
         "attention",
         "split_attention",
         "last_layer",
@@ -36,13 +46,14 @@ FLOW = [
     ],
     ["algorithms"],
     ["config"],
-    ["training", "starter", "compat"],
+    ["training", "starter", "compat", "viewer"],
     ["cli", "__main__"],
 ]
 """Rooms from left to right; a room may import its own, and any room to its left."""
 
-LIGHT = ["types", "errors", "environments", "chat", "rollout", "sampling.sampler", "sampling.scripted", "cli"]
-LIGHT += ["evaluation", "agents", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"]
+LIGHT = ["types", "errors", "environments", "chat", "rollout", "sampling.sampler", "sampling.sessions"]
+LIGHT += ["sampling.scripted", "cli"]
+LIGHT += ["evaluation", "episodes", "viewer", "agents", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"]
 
 PUBLIC = {
     *("AsyncGRPOConfig", "AsyncGRPOTrainer"),

@@ -22,6 +22,7 @@ from envgrad.config.refused import REFUSED
 from envgrad.config.sampler_ratio import SamplerRatioFields, check_sampler_ratio
 from envgrad.config.trl_names import TrlNames
 from envgrad.config.vllm import VLLMFields, resolve_vllm
+from envgrad.environments.executors import check_executor
 from envgrad.environments.isolation import MODES as ISOLATION_MODES
 from envgrad.errors import ConfigurationError
 
@@ -129,10 +130,21 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
     )
     close_timeout: float = field(default=10.0, metadata={"help": "Seconds of close()."})
     # -- failures
+    environment_executor: str = field(
+        default="thread",
+        metadata={"help": "Where sync environment code runs: thread, or process (a process for each instance)."},
+    )
     max_concurrent_episodes: int | None = field(
         default=None, metadata={"help": "Episodes in flight, and instances per environment; a whole round by default."}
     )
     max_episode_retries: int = field(default=2, metadata={"help": "Retries of a failed episode, on a fresh instance."})
+    on_nonfinite: str = field(
+        default="skip",
+        metadata={
+            "help": "A NaN or infinity in a reward, log-prob, loss or gradient: skip (drop the episode, or skip the "
+            "whole update), raise (end the run)."
+        },
+    )
     max_consecutive_failed_groups: int = field(
         default=16, metadata={"help": "Groups dropped in a row before the run stops with TooManyFailures."}
     )
@@ -149,6 +161,12 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
         default=False, metadata={"help": "Bit-equal runs: one process, local sampler, no clock in the schedule."}
     )
     log_episodes: bool = field(default=True, metadata={"help": "Write every episode under output_dir/episodes."})
+    episode_log_gb: float | None = field(
+        default=10.0,
+        metadata={
+            "help": "Most that the episode log may take, in GB; beyond it the oldest are dropped; None: no limit."
+        },
+    )
     log_completions: bool = field(
         default=False, metadata={"help": "Show a table of completions at each log, and keep it under output_dir."}
     )
@@ -278,7 +296,9 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
         if self.repetition_penalty <= 0:
             raise ConfigurationError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is none")
         self._check_reference_and_logs()
+        choice("on_nonfinite", self.on_nonfinite, ("skip", "raise"))
         choice("group_consistency", self.group_consistency, ("auto", "require", "off"))
+        check_executor(self.environment_executor)
         choice("isolate_generators", self.isolate_generators, ISOLATION_MODES)
         if self.max_tool_calling_iterations is not None:
             if self.max_turns not in (None, self.max_tool_calling_iterations + 1):
@@ -295,6 +315,8 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
             raise ConfigurationError(f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} must be in (0, 1]")
         at_least("ref_model_sync_steps", self.ref_model_sync_steps, 1)
         at_least("num_completions_to_print", self.num_completions_to_print, 1)
+        if self.episode_log_gb is not None and not self.episode_log_gb > 0:
+            raise ConfigurationError(f"episode_log_gb={self.episode_log_gb} must be above 0; None is no limit")
         needed = {
             "ref_model_mixup_alpha": "sync_ref_model",
             "ref_model_sync_steps": "sync_ref_model",

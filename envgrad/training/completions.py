@@ -45,7 +45,7 @@ class CompletionRow:
 def completion_rows(played: Round, samples: Sequence[TrainingSample]) -> list[CompletionRow]:
     """A row for each episode of ``played``, in order; ``samples`` are the round's."""
     advantages = {
-        (sample.group, sample.episode.sibling): sum(sample.advantages) / max(1, sample.num_trained_tokens)
+        sample.episode.key: sum(sample.advantages) / max(1, sample.num_trained_tokens)
         for sample in samples
         if sample.episode is not None
     }
@@ -58,7 +58,7 @@ def completion_rows(played: Round, samples: Sequence[TrainingSample]) -> list[Co
                     prompt=prompt,
                     completion=completion,
                     rewards=episode.rewards,
-                    advantage=advantages.get((group.task.key, episode.sibling)),
+                    advantage=advantages.get(episode.key),
                     extras=episode.extras,
                 )
             )

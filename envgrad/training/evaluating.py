@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerControl
 
 from envgrad.config import RolloutConfig
 from envgrad.environments.tasks import TaskStream
+from envgrad.episodes.log import EpisodeLog
 from envgrad.errors import ConfigurationError
 from envgrad.evaluation.summary import evaluation_metrics
 from envgrad.rollout.runner import Round
-from envgrad.training.episode_log import EpisodeLog
 from envgrad.training.generation import Generated, generate
 from envgrad.training.metrics import round_metrics
 from envgrad.training.rollouts import Rollouts
 from envgrad.training.signals import StoppableTrainer
 from envgrad.types import Message
+
+if TYPE_CHECKING:
+    from envgrad.training.stream import StepStream
 
 
 class EvaluatingTrainer(StoppableTrainer):
@@ -27,6 +31,8 @@ class EvaluatingTrainer(StoppableTrainer):
     user_args: RolloutConfig
     episode_log: EpisodeLog | None
     control: TrainerControl
+    _stream: StepStream | None = None
+    _log_depth: int = 0
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -45,6 +51,13 @@ class EvaluatingTrainer(StoppableTrainer):
         streams = self.rollouts.eval_streams(eval_dataset)
         if not streams:
             raise ConfigurationError("nothing to evaluate on: there is no environment; pass eval_dataset=")
+        with self.logged_episodes():
+            metrics = self._play_streams(streams, metric_key_prefix)
+            self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _play_streams(self, streams: Mapping[str, tuple[TaskStream, int]], metric_key_prefix: str) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for name, (tasks, count) in streams.items():
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
@@ -52,9 +65,18 @@ class EvaluatingTrainer(StoppableTrainer):
             figures = round_metrics(played) | evaluation_metrics(played, self.user_args.eval_success_reward)
             metrics |= {f"{prefix}_{key}": value for key, value in figures.items()}
             metrics[f"{prefix}_time/rollout"] = played.seconds
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    @contextlib.contextmanager
+    def logged_episodes(self) -> Iterator[None]:
+        """Within the outermost of these the episode log may be open; behind it all is written."""
+        self._log_depth += 1
+        try:
+            yield
+        finally:
+            self._log_depth -= 1
+            if not self._log_depth and self.episode_log is not None:
+                self.episode_log.close()
 
     def play_eval(self, tasks: TaskStream | None = None, count: int | None = None) -> Round:
         """The episodes that ``evaluate`` scores: ``count`` of ``tasks``, or ``eval_tasks`` of the environments' own.
@@ -65,12 +87,15 @@ class EvaluatingTrainer(StoppableTrainer):
         config = self.user_args
         tasks, count = tasks or self.rollouts.eval_tasks(), count or config.eval_tasks
         count = min(count, tasks.epoch_length or count)
+        settled = contextlib.nullcontext() if self._stream is None else self._stream.rounds.settled()
         with self.signals, self.rollouts.open() as runner:
-            self.rollouts.publish(self.state.global_step)
+            with settled:
+                self.rollouts.publish(self.state.global_step)
             policy = self.rollouts.group_policy(config.num_generations_eval or 1, config.per_device_eval_batch_size)
             played = runner.play(tasks, count, policy, max_draws=count)
         if self.episode_log is not None:
-            self.episode_log.write(played, step=self.state.global_step)
+            with self.logged_episodes():
+                self.episode_log.write(played, step=self.state.global_step)
         return played
 
     def generate(

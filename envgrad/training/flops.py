@@ -88,7 +88,8 @@ class Work:
                 row.num_sampled_tokens,
             )
             for group in groups
-            for episode in group.episodes
+            for whole in group.episodes
+            for episode in (whole, *whole.parts)
             for row in episode.rows
             if any(row.mask)
         )

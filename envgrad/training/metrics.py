@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from envgrad.rollout.runner import Round
@@ -27,6 +27,7 @@ def round_metrics(played: Round) -> dict[str, float]:
     metrics |= _reward_metrics(groups, episodes)
     metrics |= _length_metrics(episodes)
     metrics |= _tool_metrics(episodes)
+    metrics |= _part_metrics(episodes)
     for reason in StopReason:
         count = sum(episode.stop_reason is reason for episode in episodes)
         if count:
@@ -42,6 +43,7 @@ def round_metrics(played: Round) -> dict[str, float]:
         metrics["groups/filtered"] = float(len(played.filtered))
         metrics["groups/unteaching"] = float(played.unteaching)
     metrics |= {f"curriculum/{name}": share for name, share in played.shares.items()}
+    metrics |= {f"faults/{kind}": float(count) for kind, count in played.faults.items()}
     metrics["failures/total"] = float(sum(played.failures.values()))
     for kind, count in played.failures.items():
         metrics[f"failures/{kind}"] = float(count)
@@ -114,6 +116,19 @@ def _tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     return metrics
 
 
+def _part_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Of the policy's other parts, such as other seats, by name; none where there are none."""
+    parts: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        for part in episode.parts:
+            parts[part.part].append(part)
+    metrics = {}
+    for name, played in parts.items():
+        metrics[f"parts/{name}/reward"] = _mean(one.reward for one in played if one.reward is not None)
+        metrics[f"parts/{name}/tokens"] = float(sum(one.num_sampled_tokens for one in played))
+    return metrics
+
+
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return fmean(found) if found else 0.0
@@ -123,7 +138,7 @@ def _std(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
-OF_ALL_ROUNDS = ("stop/", "failures/")
+OF_ALL_ROUNDS = ("stop/", "failures/", "faults/")
 """metrics that a round leaves out where they are 0"""
 
 
@@ -156,3 +171,13 @@ class MetricAverages:
         }
         self._values.clear()
         return averages
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """What has not been logged yet, for a checkpoint."""
+        return {name: list(values) for name, values in self._values.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on with what ``state_dict`` gave."""
+        self._values.clear()
+        for name, values in state.items():
+            self._values[name].extend(values)

@@ -75,9 +75,9 @@ def load_policy(
             if "quantization_config" in kwargs:
                 raise ConfigurationError("quantization_config is in model_init_kwargs too; give it in one place")
             kwargs["quantization_config"] = quantization_config
-        source = _source(str(model), kwargs)
+        source = model_source(str(model), kwargs)
         loaded_model = _load_model(source, kwargs, config)
-        loaded_tokenizer = tokenizer or _load_tokenizer(source, kwargs, config)
+        loaded_tokenizer = tokenizer or load_tokenizer(source, kwargs, config)
     else:
         if quantization_config is not None:
             raise ConfigurationError(
@@ -89,7 +89,7 @@ def load_policy(
                 "Pass its name or path, or drop model_init_kwargs"
             )
         loaded_model = model
-        loaded_tokenizer = tokenizer or _load_tokenizer(base_model(model).config._name_or_path, {}, config)
+        loaded_tokenizer = tokenizer or load_tokenizer(base_model(model).config._name_or_path, {}, config)
     if peft_config is not None:
         loaded_model = _add_adapters(loaded_model, peft_config)
     if config.disable_dropout:
@@ -98,7 +98,7 @@ def load_policy(
     return Policy(model=loaded_model, tokenizer=loaded_tokenizer)
 
 
-def _source(name: str, kwargs: dict[str, Any]) -> str:
+def model_source(name: str, kwargs: dict[str, Any]) -> str:
     """Where to load from; ``starter`` and ``*.gguf`` files are known, a path that is not there is an error."""
     if name == STARTER:
         from envgrad.starter import STARTER_PATH
@@ -134,7 +134,7 @@ def _forget_quantization(model: PreTrainedModel) -> None:
     model.config.__dict__.pop("quantization_config", None)  # a saved folder is a plain one
 
 
-def _load_tokenizer(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str, kwargs: Mapping[str, Any], config: RolloutConfig) -> PreTrainedTokenizerBase:
     if not source:
         raise ConfigurationError("the model does not say where it came from; pass its tokenizer as processing_class")
     names = ("gguf_file", "revision", "subfolder", "cache_dir", "token", "local_files_only")

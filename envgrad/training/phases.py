@@ -91,7 +91,8 @@ def rollout_tokens(played: Round, cost: ModelCost | None, rate: float | None) ->
         return {}
     groups = (*played.groups, *played.filtered, *played.dropped)
     work = Work.of_groups(groups)
-    sampled = sum(episode.num_sampled_tokens for group in groups for episode in group.episodes)
+    episodes = [episode for group in groups for whole in group.episodes for episode in (whole, *whole.parts)]
+    sampled = sum(episode.num_sampled_tokens for episode in episodes)
     metrics = {
         "tokens/rollout_forwarded": float(forwarded),
         "tokens/rollout_unique": float(work.tokens),

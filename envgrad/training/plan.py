@@ -12,9 +12,11 @@ from envgrad.chat.base import Renderer
 from envgrad.chat.renderer import ChatRenderer
 from envgrad.config import RolloutConfig, round_size
 from envgrad.config.mixture import check_environment_names, environment_options
+from envgrad.environments.adapters.other_python import OtherPython
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import IDENTITY_NAMES, EnvironmentSpec, inspect_environment
 from envgrad.environments.dataset_tasks import Dataset, MapDataset
+from envgrad.environments.executors.process import ProcessFactory
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.stateless import stateless_spec
 from envgrad.environments.tasks import CurriculumOptions, TaskStream, build_task_stream
@@ -33,15 +35,27 @@ if TYPE_CHECKING:
 LEAST_CONCURRENCY = 64
 """episodes in flight where the user sets no bound: a small training batch must not make evaluation crawl"""
 
+KILL_SECONDS = 1.0
+"""what ending an instance's process may take beyond its ``close_timeout``"""
+
 METRIC_NAMES = ("turns", "unscored")
 """``episodes/<name>`` is a metric of these already"""
 
 
-def _close_probes(probes: dict[str, object], specs: Mapping[str, EnvironmentSpec], close_timeout: float) -> None:
-    """Close probe instances that no pool took over. Safe to call twice."""
-    while probes:
-        name, probe = probes.popitem()
-        InstancePool(specs[name], probe, limit=1, workers=WorkerPool(1), close_timeout=close_timeout).close_now()
+def _close_probes(
+    probes: dict[str, object],
+    specs: Mapping[str, EnvironmentSpec],
+    close_timeout: float,
+    processes: Sequence[ProcessFactory],
+) -> None:
+    """Close probe instances that no pool took over, and end what holds instances. Safe to call twice."""
+    try:
+        while probes:
+            name, probe = probes.popitem()
+            InstancePool(specs[name], probe, limit=1, workers=WorkerPool(1), close_timeout=close_timeout).close_now()
+    finally:
+        for factory in processes:
+            factory.close()
 
 
 class RolloutPlan:
@@ -62,7 +76,12 @@ class RolloutPlan:
         self.specs: dict[str, EnvironmentSpec] = {}
         self._trainer = trainer
         self._probes: dict[str, object] = {}
-        self._finalizer = weakref.finalize(self, _close_probes, self._probes, self.specs, config.close_timeout)
+        self._processes: list[ProcessFactory] = []
+        self.close_timeout = config.close_timeout + (KILL_SECONDS if config.environment_executor == "process" else 0.0)
+        """seconds that a pool waits for a ``close()``: one in another process is ended there before"""
+        self._finalizer = weakref.finalize(
+            self, _close_probes, self._probes, self.specs, self.close_timeout, self._processes
+        )
         self._routed = isinstance(inputs.environment_factory, Mapping)
         if inputs.rollout_func is not None and config.deterministic:
             raise ConfigurationError("deterministic=True cannot be promised for a rollout_func; turn it off")
@@ -87,11 +106,12 @@ class RolloutPlan:
     def _inspect(self) -> None:
         shared = build_tools(self.inputs.tools or ())
         columns = self.inputs.columns()
-        for name, factory in self._factories().items():
+        for name, factory in self.factories().items():
             if name in METRIC_NAMES:
                 raise ConfigurationError(
                     f"an environment cannot be called {name!r}: metrics of that name exist; name it otherwise"
                 )
+            factory = self._in_process(name, factory)
             spec, probe = inspect_environment(name, factory, columns=columns, routed=self._routed)
             self._probes[name] = probe
             self.specs[name] = spec
@@ -101,8 +121,25 @@ class RolloutPlan:
                     f"{name} has no reward source: define get_reward(self) -> float, pay from step or tools, or pass "
                     "reward_funcs="
                 )
+        if self.stateless and self.config.environment_executor != "thread":
+            raise ConfigurationError(
+                f"environment_executor={self.config.environment_executor!r} cannot act: there is no environment; give "
+                "environment_factory=, or drop it"
+            )
         if self.stateless:
             self.specs[""] = stateless_spec().with_tools(shared)
+
+    def _in_process(self, name: str, factory: EnvironmentFactory) -> EnvironmentFactory:
+        """``factory``, or one whose instances live in processes of their own, if the run asks for that."""
+        if self.config.environment_executor != "process" or isinstance(factory, OtherPython):  # that has them already
+            return factory
+        made = ProcessFactory(factory, name, close_seconds=self.config.close_timeout)
+        self._processes.append(made)
+        return made
+
+    def _close_unused(self) -> None:
+        """Close instances that no pool took over, and end the processes that hold instances. Safe to call twice."""
+        _close_probes(self._probes, self.specs, self.close_timeout, self._processes)
 
     def _check_agents(self) -> None:
         """Agents that own their loop ask whenever they like, over a socket."""
@@ -117,7 +154,8 @@ class RolloutPlan:
                 f"deterministic=True cannot be promised for {agents[0]}: its run_agent asks when it likes; turn it off"
             )
 
-    def _factories(self) -> dict[str, EnvironmentFactory]:
+    def factories(self) -> dict[str, EnvironmentFactory]:
+        """What makes the environments, by name."""
         given = self.inputs.environment_factory
         if given is None:
             return {}
@@ -192,6 +230,11 @@ class RolloutPlan:
             for name, known in columns.items():
                 if isinstance(source, RewardFunction) and known is not None:
                     source.check_dataset(known, name)
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether a model of ours is sampled."""
+        return self._policy is not None
 
     @property
     def policy(self) -> Policy:
@@ -275,6 +318,7 @@ class RolloutPlan:
             max_groups=most if at_once is None else min(most, max(1, at_once // num_generations)),
             max_episode_retries=self.config.max_episode_retries,
             group_consistency=self.config.group_consistency,
+            end_on_nonfinite=self.config.on_nonfinite == "raise",
         )
 
     def _concurrency(self) -> int:

@@ -115,7 +115,7 @@ class Preparation:
         for index, sample in enumerate(samples):  # an episode's rows follow one another
             if sample.episode is None:
                 raise AssertionError("a credit's samples know their episodes")
-            key = (sample.group, sample.episode.sibling)
+            key = sample.episode.key
             found[key] = found.get(key, ()) + rows.get(index, ())
         return found
 

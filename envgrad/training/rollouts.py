@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from envgrad.config import RolloutConfig
 from envgrad.config.mixture import EnvironmentOptions
+from envgrad.cores import is_small
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import EnvironmentSpec, inspect_environment
 from envgrad.environments.isolation import Isolation
@@ -22,7 +25,9 @@ from envgrad.rollout.activity import Activity
 from envgrad.rollout.context import AgentHost, CustomRollout, EpisodeContext, EpisodeLimits
 from envgrad.rollout.loop import RolloutLoop
 from envgrad.rollout.runner import RolloutRunner
+from envgrad.rollout.tally import Tally
 from envgrad.sampling.local import make_local_sampler
+from envgrad.sampling.replicas import ReplicaSampler
 from envgrad.sampling.sampler import Sampler, SamplingParams
 from envgrad.sampling.vllm import VLLMSampler
 from envgrad.training.inputs import UserInputs
@@ -55,7 +60,7 @@ class _Open:
 
     sampler: Sampler
     runner: RolloutRunner
-    depth: int = 1
+    depth: int = 0
 
 
 class Rollouts(RolloutPlan):
@@ -65,9 +70,14 @@ class Rollouts(RolloutPlan):
         self, policy: Policy | None, config: RolloutConfig, inputs: UserInputs, trainer: RolloutTrainer | None = None
     ) -> None:
         self._open: _Open | None = None
+        self._life = threading.RLock()
         self._version = 0
+        self._served: tuple[object, ...] = ()
         self._copy: PreTrainedModel | None = None
         self.activity = Activity()
+        self._told: list[str] = []
+        self.tally = Tally()
+        """what went wrong in training, from the trainer's construction on"""
         self._agents: AgentHost | None = None
         super().__init__(policy, config, inputs, trainer)
 
@@ -75,17 +85,19 @@ class Rollouts(RolloutPlan):
 
     @contextlib.contextmanager
     def open(self) -> Iterator[RolloutRunner]:
-        """The runner, started if it is not; what was started here is closed on leaving, whatever happened."""
-        if self._open is not None:
-            self._open.depth += 1
-        else:
-            self._open = self._start()
+        """The runner, started if it is not; who leaves last closes it, whatever happened. From any thread."""
+        with self._life:
+            if self._open is None:
+                self._open = self._start()
+            opened = self._open
+            opened.depth += 1
         try:
-            yield self._open.runner
+            yield opened.runner
         finally:
-            self._open.depth -= 1
-            if not self._open.depth:
-                self.close()
+            with self._life:
+                opened.depth -= 1
+                if not opened.depth and opened is self._open:
+                    self.close()
 
     def _start(self) -> _Open:
         with contextlib.ExitStack() as undo:  # what was started is closed if the rest cannot be
@@ -96,11 +108,14 @@ class Rollouts(RolloutPlan):
     def _start_all(self, undo: contextlib.ExitStack) -> _Open:
         config = self.config
         self.activity.take()  # of what was sampled outside of rounds
+        undo.callback(self._close_unused)
         sizes = {config.num_generations, config.num_generations_eval or 1}
         sizes |= {options.num_generations for options in self.options.values()}
         sampler = self._make_sampler(max(self._concurrency(), *sizes))
         undo.callback(sampler.close)
-        if config.sampler != "process":  # that one starts with the weights of now
+        if config.sampler == "process":  # it has started with the weights of now
+            self._served = self._stamp()
+        else:
             self._serve(sampler, self._version)
         workers = WorkerPool()
         undo.callback(workers.close)
@@ -113,7 +128,7 @@ class Rollouts(RolloutPlan):
         for name, spec in self.specs.items():
             contexts[name] = self._context(spec, sampler, workers)
             probe = self._probes.pop(name) if name in self._probes else inspect_environment(name, spec.factory)[1]
-            pools[name] = InstancePool(spec, probe, limit=limit, workers=workers, close_timeout=config.close_timeout)
+            pools[name] = InstancePool(spec, probe, limit=limit, workers=workers, close_timeout=self.close_timeout)
             undo.callback(pools[name].close_now)
         runner = RolloutRunner(
             contexts=contexts,
@@ -124,6 +139,7 @@ class Rollouts(RolloutPlan):
             max_consecutive_failed_groups=config.max_consecutive_failed_groups,
             in_waves=config.deterministic,
             activity=self.activity,
+            tally=self.tally,
         )
         return _Open(sampler=sampler, runner=runner)
 
@@ -147,14 +163,18 @@ class Rollouts(RolloutPlan):
 
             if not config.stop_strings:
                 options["tokenizer"] = sendable_tokenizer(self.policy.tokenizer)
-            return make_process_sampler(
+            processes = config.sampler_processes
+            share = 1 if is_small(self.policy.base.parameters()) else max(1, torch.get_num_threads() // processes)
+            make = partial(
+                make_process_sampler,
                 self.policy.base,
                 weights=policy_weights(self.policy),
                 version=self._version,
-                threads=config.sampler_threads,
+                threads=config.sampler_threads or share,
                 update_timeout=config.weight_sync_timeout,
                 **options,
             )
+            return make() if processes == 1 else ReplicaSampler(make, processes, by_position=config.deterministic)
         return make_local_sampler(self._sampled_module(), update_timeout=config.weight_sync_timeout, **options)
 
     def _sampled_module(self) -> PreTrainedModel:
@@ -227,11 +247,30 @@ class Rollouts(RolloutPlan):
             Exception: what hindered it. The sampler keeps the version that it had.
         """
         self._version = version
-        if self._open is not None and self._open.sampler.policy_version != version:
+        if self._open is None:
+            return
+        # The same step again may have other weights: a checkpoint of it was loaded since.
+        if self._open.sampler.policy_version != version or self._served != self._stamp():
             self._serve(self._open.sampler, version)
 
     def _serve(self, sampler: Sampler, version: int) -> None:
+        served = self._stamp()
         sampler.update_weights(version, self._tensors_for(sampler))
+        self._served = served
+
+    def _stamp(self) -> tuple[object, ...]:
+        """Differs from an earlier one where weights were replaced, or written to by anything but a fused optimizer."""
+        if self._policy is None:
+            return ()
+        weights = self._policy.base.parameters()
+        return tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights)
+
+    def _tell(self) -> None:
+        """Say in the log what went wrong, if anything did, and once."""
+        lines = [] if self.tally.is_clean else self.tally.lines()
+        if lines != self._told:
+            self._told = lines
+            logger.warning("failures of this run: %s", "; ".join(lines))
 
     def _tensors_for(self, sampler: Sampler) -> Mapping[str, Tensor] | None:
         """What the sampler is given of the policy: nothing if it reads the trainer's module itself."""
@@ -256,11 +295,14 @@ class Rollouts(RolloutPlan):
 
     def close(self) -> None:
         """Close the sampler and every instance exactly once. Safe to call twice."""
-        opened, self._open = self._open, None
-        try:
-            if opened is not None:
-                opened.runner.close()
-        finally:
-            if opened is not None:
-                opened.sampler.close()
-            self._finalizer()
+        with self._life:
+            opened, self._open = self._open, None
+            try:
+                if opened is not None:
+                    opened.runner.close()
+            finally:
+                if opened is not None:
+                    opened.sampler.close()
+                self._copy = None
+                self._close_unused()
+                self._tell()

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from envgrad.algorithms.base import Algorithm
-from envgrad.environments.sources import State
+from envgrad.algorithms.credit import with_parts
+from envgrad.environments.sources import State, read_count
 from envgrad.environments.tasks import TaskStream
-from envgrad.errors import TooManyFailures
+from envgrad.errors import ConfigurationError, TooManyFailures
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.runner import DynamicSampling, RolloutRunner, Round
+from envgrad.training.buffer import Unconsumed
 from envgrad.training.phases import Laps
 from envgrad.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsState:
+    """Where a source of rounds stands."""
+
+    tasks: State
+    """the stream's position; tasks in play are drawn again"""
+    unconsumed: Unconsumed | None = None
+    """groups that were played and given to no round"""
+    draws: Mapping[int, State] = field(default_factory=dict)
+    """what draws their tasks again, by position"""
+
+    def drawn_again(self, positions: Collection[int] | None = None) -> State:
+        """``tasks`` where those at ``positions`` (None: of all groups that wait) are drawn again, as if not played."""
+        if positions is None:
+            waiting = () if self.unconsumed is None else self.unconsumed.waiting
+            positions = [one.group.task.position for one in waiting]
+        if not positions:
+            return self.tasks
+        before = self.tasks.get("again", [])
+        if not isinstance(before, list):
+            raise ConfigurationError(f"the state's 'again' is {before!r}; it must be a list of states")
+        again = [*before, *(self.draws[position] for position in positions)]
+        return {**self.tasks, "again": sorted(again, key=lambda state: read_count(state, "position"))}
 
 
 class RoundSource(Protocol):
@@ -27,8 +55,25 @@ class RoundSource(Protocol):
         """
         ...
 
-    def state_dict(self) -> State:
-        """The tasks' position, from which a resumed run draws what was not given out yet."""
+    def keep(self) -> None:
+        """The last round is in hand now, all of it; until then ``state`` is the one before it."""
+        ...
+
+    def settled(self) -> contextlib.AbstractContextManager[None]:
+        """Within it weights may change for something else than a round: where no episode may span versions, those in
+        play have ended, and none starts."""
+        ...
+
+    def state(self) -> RoundsState:
+        """From where a resumed run goes on: what was not given out yet, and a round that is not in hand."""
+        ...
+
+    def restore(self, state: RoundsState) -> None:
+        """Go on from ``state``, before the first round.
+
+        Raises:
+            ConfigurationError: it is of other tasks.
+        """
         ...
 
     @property
@@ -72,13 +117,15 @@ class InlineRounds:
 
     def __init__(self, plan: RoundPlan) -> None:
         self._plan = plan
+        self._before: State | None = None
+        """the tasks' position before a round that is not in hand"""
 
     def next(self, laps: Laps) -> Round:
         """``RoundSource.next``."""
         plan = self._plan
+        before = self._before = plan.tasks.state_dict()
         plan.publish()
         laps.lap("publish")
-        before = plan.tasks.state_dict()
         try:
             played = self._play()
         except TooManyFailures:
@@ -97,9 +144,21 @@ class InlineRounds:
             return Round(groups=())
         return plan.runner.play(plan.tasks, min(plan.groups, left), plan.policy, left, plan.dynamic)
 
-    def state_dict(self) -> State:
-        """``RoundSource.state_dict``."""
-        return self._plan.tasks.state_dict()
+    def keep(self) -> None:
+        """``RoundSource.keep``."""
+        self._before = None
+
+    def settled(self) -> contextlib.AbstractContextManager[None]:
+        """``RoundSource.settled``: nothing is in play between rounds."""
+        return contextlib.nullcontext()
+
+    def state(self) -> RoundsState:
+        """``RoundSource.state``."""
+        return RoundsState(tasks=self._plan.tasks.state_dict() if self._before is None else self._before)
+
+    def restore(self, state: RoundsState) -> None:
+        """``RoundSource.restore``; groups that an asynchronous run had finished are played anew."""
+        self._plan.tasks.load_state_dict(state.drawn_again())
 
     @property
     def unused(self) -> int:
@@ -124,6 +183,6 @@ def teaches(algorithm: Algorithm) -> Callable[[Group], bool]:
     def decide(group: Group) -> bool:
         if algorithm.credit_reads_reference or algorithm.teacher is not None:
             return len(set(group.scored_rewards)) > 1
-        return any(any(sample.advantages) for sample in algorithm.credit([group]))
+        return any(any(sample.advantages) for sample in algorithm.credit(with_parts([group])))
 
     return decide

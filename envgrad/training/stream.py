@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from envgrad.algorithms.base import Algorithm, EpisodeKey, ReferenceLogprobs
+from envgrad.algorithms.credit import with_parts
 from envgrad.algorithms.demonstrations import Reprompted
-from envgrad.environments.sources import State
 from envgrad.packing import Batch, PackMode, pack
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.runner import Round
 from envgrad.training.phases import Laps
 from envgrad.training.prepare import Preparation
-from envgrad.training.rounds import RoundSource
+from envgrad.training.rounds import RoundSource, RoundsState
 from envgrad.types import Group, TrainingSample
 
 
@@ -38,11 +38,6 @@ class StepItem:
     """wall-clock seconds of the round's phases (``phases.PHASES``), on its first step"""
     metrics: dict[str, float] = field(default_factory=dict)
     """what the round's credit tells, on its first step"""
-
-    def without_episodes(self) -> StepItem:
-        """The same step as tensors and numbers only."""
-        samples = tuple(replace(sample, episode=None) for sample in self.batch.samples)
-        return replace(self, batch=replace(self.batch, samples=samples), played=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,8 +64,6 @@ class StepStream:
     """what the last round's credit told"""
     pending: deque[StepItem] = field(default_factory=deque)
     """what is left of the round that was played last; a checkpoint within a round carries it"""
-    _before: State | None = field(init=False, default=None)
-    """the tasks' position before the round that is waited for"""
 
     def __iter__(self) -> Iterator[StepItem]:
         while self.fill():
@@ -80,14 +73,15 @@ class StepStream:
         """Wait for a round if none is in hand; False where the tasks have ended."""
         if self.pending:
             return True
-        self._before = self.rounds.state_dict()
         got = self._next_round()
-        self._before = None
+        self.rounds.keep()
         return got
 
-    def state_dict(self) -> State:
-        """The tasks' position for a checkpoint. A round that is not in hand yet is played anew, all of it."""
-        return self.rounds.state_dict() if self._before is None or self.pending else self._before
+    def state(self) -> RoundsState:
+        """From where a resumed run goes on. A round that is not in hand yet is not given out yet, all of it."""
+        if self.pending:
+            self.rounds.keep()
+        return self.rounds.state()
 
     def _next_round(self) -> bool:
         """Fill ``pending`` from a new round, at once; whether there was one."""
@@ -127,11 +121,11 @@ class StepStream:
         reference: dict[EpisodeKey, tuple[float, ...]] = {}
         for temperature in {self.temperatures.get(group.task.environment): None for group in played.groups}:
             own = [one for one in played.groups if self.temperatures.get(one.task.environment) == temperature]
-            reference |= self.prepare.reference_logprobs(own, self.pack_mode, self.max_tokens, temperature)
+            reference |= self.prepare.reference_logprobs(with_parts(own), self.pack_mode, self.max_tokens, temperature)
         return reference
 
     def _steps(self, played: Round, reference: ReferenceLogprobs | None) -> list[list[TrainingSample]]:
-        samples = self.algorithm.credit(played.groups, reference)
+        samples = self.algorithm.credit(with_parts(played.groups), reference)
         if self.reprompt is not None:
             reprompted = self.reprompt(played.groups, samples)
             samples, self.metrics = reprompted.samples, dict(reprompted.metrics)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_utils import IntervalStrategy, TrainOutput
 
 from envgrad.algorithms.base import Algorithm
+from envgrad.algorithms.grpo import GRPO
+from envgrad.algorithms.rloo import RLOO
 from envgrad.config import RolloutConfig, round_size
 from envgrad.config.mixture import own_temperatures
-from envgrad.errors import ConfigurationError, SamplerDied, TooManyFailures
+from envgrad.errors import ConfigurationError, EpisodeLogError, NonFiniteError, SamplerDied, TooManyFailures
 from envgrad.logprobs import install_policy_forward, policy_logprobs
 from envgrad.losses import LossInputs, LossOutputs, Metric, merge_metrics
 from envgrad.packing import TOKENS_ON_CPU, MicroBatch
 from envgrad.rollout.runner import Round
-from envgrad.training.checkpoint import load_pending, load_progress
 from envgrad.training.clock import ClockCallback, planned_groups
 from envgrad.training.completions import completion_log
-from envgrad.training.episode_log import EpisodeLog
+from envgrad.training.episode_log import round_credit, trainer_log
 from envgrad.training.evaluating import EvaluatingTrainer
+from envgrad.training.guards import Guard, GuardedTrainer
 from envgrad.training.inputs import UserInputs
 from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.model import Reference, has_dropout, is_half_precision, load_policy
+from envgrad.training.passes import passes_one_by_one, passes_side_by_side, side_by_side_fits
 from envgrad.training.phases import phase_report, phase_shares, training_flops
 from envgrad.training.prepare import Preparation
-from envgrad.training.reference import REFERENCE_NAME, sync_reference
+from envgrad.training.reference import sync_reference
+from envgrad.training.resume import ResumingTrainer
 from envgrad.training.rollouts import Rollouts
 from envgrad.training.rounds import RoundPlan
 from envgrad.training.setup import (
@@ -61,7 +66,7 @@ from envgrad.training.teacher import Teacher
 logger = logging.getLogger(__name__)
 
 
-class RolloutTrainer(EvaluatingTrainer, Trainer):
+class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer):
     """Trains a policy on what its environments play. Use ``GRPOTrainer`` and its kin, or pass an ``algorithm``.
 
     Args:
@@ -101,13 +106,14 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         self.algorithm = algorithm
         self.user_args = args
         self._stream: StepStream | None = None
+        self._averages = MetricAverages()
         self.rollouts = Rollouts(policy, args, inputs, self)
         with contextlib.ExitStack() as undo:
             undo.callback(self.rollouts.close)
             self._tasks = self.rollouts.train_tasks()
             self.algorithm = algorithm.with_reward_weights(self.rollouts.reward_weights.by_name)
             warn_of_chance(self.rollouts.specs, self.algorithm)
-            self._beginning = self.progress_state()
+            self._beginning = self.rollout_state()
             install_policy_forward(policy.base)
             self.pack_mode = pack_mode_of(policy.base)
             check_attention(args, self.pack_mode)
@@ -136,10 +142,11 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
                 self.add_callback(self._sync_reference)
             policy.base.config.use_cache = use_cache  # Trainer sets it for its own forwards; a saved model wants it on
             undo.pop_all()
-        self._averages = MetricAverages()
         self._phases = phase_report(policy.base, self.args, self._averages.add)
         self.add_callback(self._phases)
-        self.episode_log = EpisodeLog(Path(args.output_dir) / "episodes") if args.log_episodes else None
+        self.guard = Guard(self.accelerator, policy.model, args.on_nonfinite, self._averages.add)
+        self.add_callback(self.guard)
+        self.episode_log = trainer_log(self)
         self.completion_log = completion_log(args, self.args.report_to)
         self.last_round: Round | None = None
         self._told_of_nothing = False
@@ -167,14 +174,16 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         Raises:
             TooManyFailures: too many groups in a row were dropped.
             SamplerDied: the sampler's process or server is gone.
+            NonFiniteError: a number is not finite (``on_nonfinite``).
+            EpisodeLogError: the episode log could not be written.
             KeyboardInterrupt, Terminated: SIGINT or SIGTERM came (``training.signals``).
 
         Before one of these a checkpoint is saved, unless ``save_strategy="no"`` or no step was made.
         """
-        with self.signals, shared_threads(self.user_args), self.rollouts.open():
+        with self.signals, shared_threads(self.user_args), self.rollouts.open(), self.logged_episodes():
             try:
                 return super().train(*args, **kwargs)
-            except (TooManyFailures, SamplerDied, KeyboardInterrupt, Terminated):
+            except (TooManyFailures, SamplerDied, NonFiniteError, EpisodeLogError, KeyboardInterrupt, Terminated):
                 self.save_on_the_way_out()
                 raise
             finally:
@@ -248,8 +257,11 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         self._phases.fetched(inputs)
         if inputs.played is not None:
             self._record_round(inputs.played)
+            items = [inputs, *(self._stream.pending if self._stream is not None else ())]
+            if self.episode_log is not None:
+                credit = round_credit(items, recomputed=self.preparation.recomputes)
+                self.episode_log.write(inputs.played, step=self.state.global_step, credit=credit)
             if self.completion_log is not None:
-                items = [inputs, *(self._stream.pending if self._stream is not None else ())]
                 samples = [sample for item in items for sample in item.batch.samples]
                 self.completion_log.record(inputs.played, samples)
         self._phases.recorded()
@@ -257,19 +269,16 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         # With nothing to learn from there is no backward: weights and optimizer state stay; the step counts.
         loss = torch.zeros((), device=self.args.device)
         parts: list[Mapping[str, Metric]] = []
-        last = len(inputs.batch) - 1
-        for index, packed in enumerate(inputs.batch.micro_batches):
-            if self.signals.arrived is not None and self._stream is not None:  # no weight has changed yet
-                self._stream.pending.appendleft(inputs)
-                self.signals.release()
-            self.accelerator.gradient_state._set_sync_gradients(index == last)
-            outputs = self._forward_loss(model, packed.to(self.args.device))
-            self.accelerator.backward(outputs.loss)
+        self.guard.begin()
+        for outputs in self._passes(model, inputs):
             loss += outputs.loss.detach()
             parts.append(outputs.metrics)
-        metrics = merge_metrics(parts)
+        made = self.guard.allows(inputs.batch, self.state.global_step + 1, self.algorithm)
+        metrics = merge_metrics(parts) if made else {}  # of no update there is nothing to tell
         self._phases.trained()
-        if parts:
+        if not made:
+            loss = torch.zeros_like(loss)
+        elif parts:
             self.algorithm.after_step(metrics)
         elif self.teacher is None and not self._told_of_nothing:  # a teacher has words of its own
             self._told_of_nothing = True
@@ -285,13 +294,35 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         )
         return loss
 
+    def _passes(self, model: nn.Module, inputs: StepItem) -> Iterator[LossOutputs]:
+        """Forward and backward. Between two micro-batches a signal is raised, and the step given back."""
+        micro_batches, forward = inputs.batch.micro_batches, partial(self._forward_loss, model)
+        if len(micro_batches) > 1 and torch.get_num_threads() > 1 and self._side_by_side(model):
+            trained = [one for one in model.parameters() if one.requires_grad]
+            passes = passes_side_by_side(micro_batches, forward, trained, torch.get_num_threads())
+        else:
+            passes = passes_one_by_one(micro_batches, forward, self.accelerator)
+        with contextlib.closing(passes):
+            for _ in micro_batches:
+                if self.signals.arrived is not None and self._stream is not None:  # no weight has changed yet
+                    passes.close()
+                    self._stream.pending.appendleft(inputs)
+                    self.signals.release()
+                yield next(passes)
+
+    def _side_by_side(self, model: nn.Module) -> bool:
+        ours = type(self.algorithm) in (GRPO, RLOO) and self.teacher is None  # their loss keeps no state
+        return ours and self.accelerator.scaler is None and side_by_side_fits(model, self.rollouts.policy.base)
+
     def _forward_loss(self, model: nn.Module, packed: MicroBatch) -> LossOutputs:
         """One micro-batch's share of the loss."""
         temperature, entropy = self.user_args.temperature, self.algorithm.entropy
         signal = None if self.teacher is None else self.teacher.signal(packed)
         with self.compute_loss_context_manager():
             outputs = policy_logprobs(model, packed, temperature=temperature, entropy=entropy, teacher=signal)
-            return self.algorithm.loss(LossInputs.of(packed, outputs))
+            found = self.algorithm.loss(LossInputs.of(packed, outputs))
+        self.guard.seen(packed, outputs.logprobs, found.loss)
+        return found
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Not used here.
@@ -309,18 +340,20 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         self._averages.add(metrics)
         self.state.num_input_tokens_seen += int(metrics["tokens/prompt"] + metrics["tokens/sampled"])
         self.rollouts.unused_weights.observe(played.scored)
-        if self.episode_log is not None:
-            self.episode_log.write(played, step=self.state.global_step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """``Trainer.log`` with the averages of what was recorded since the last one."""
         if "loss" in logs or "train_runtime" in logs:
             averages = self._averages.take()
             logs = logs | averages | phase_shares(averages)
+            logs |= self.rollouts.tally.metrics() if "train_runtime" in logs else {}
             if "time/step" in averages:  # as trl calls it; tokens are counted from the run's beginning
                 logs["step_time"] = averages["time/step"]
                 logs["num_tokens"] = float(self.state.num_input_tokens_seen)
         super().log(logs, start_time)
+        if self.episode_log is not None:
+            numbers = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+            self.episode_log.metrics(self.state.global_step, numbers)
         if self.completion_log is not None and "loss" in logs:
             self.completion_log.show(self.state.global_step)
 
@@ -335,43 +368,6 @@ class RolloutTrainer(EvaluatingTrainer, Trainer):
         strategy, self.args.eval_strategy = self.args.eval_strategy, IntervalStrategy.NO
         super()._validate_args()
         self.args.eval_strategy = strategy
-
-    def progress_state(self) -> dict[str, Any]:
-        """The task stream's position and the algorithm's own state, for a checkpoint."""
-        tasks = self._tasks.state_dict() if self._stream is None else self._stream.state_dict()
-        return {"tasks": tasks, "algorithm": self.algorithm.state_dict()}
-
-    def pending_steps(self) -> list[StepItem]:
-        """What is left of the round in hand, without its episodes, which are in the log."""
-        return [] if self._stream is None else [item.without_episodes() for item in self._stream.pending]
-
-    def extra_weights(self) -> dict[str, dict[str, Tensor]]:
-        """The reference and the teacher, where they move."""
-        reference = {} if self._sync_reference is None else {REFERENCE_NAME: self._sync_reference.reference.weights()}
-        return reference if self.teacher is None else reference | self.teacher.extra_weights()
-
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Put the tasks where the checkpoint left them, or at the beginning, before the first of them is drawn."""
-        checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        progress = self._beginning if checkpoint is None else load_progress(checkpoint)
-        self._tasks.load_state_dict(progress["tasks"])
-        self.algorithm.load_state_dict(progress["algorithm"])
-        if checkpoint is not None and self._stream is not None:
-            self._stream.pending.extend(load_pending(checkpoint))
-        if checkpoint is not None and self._sync_reference is not None:
-            self._sync_reference.load(checkpoint)
-        if checkpoint is not None and self.teacher is not None:
-            self.teacher.load(checkpoint)
-        epochs, steps = super()._init_training_state(max_steps, *args, **kwargs)
-        return epochs, steps
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saved arguments show what the user asked for, not the loop's own accumulation of 1."""
-        loop_args, self.args = self.args, self.user_args
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.args = loop_args
 
     def close(self) -> None:
         """Close what construction opened. ``train`` and ``evaluate`` close what they open by themselves."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 
 import pytest
@@ -360,7 +359,7 @@ def test_what_reward_functions_log_is_averaged_and_kept(kind, tmp_path, monkeypa
     trainer = kind.make(tmp_path, reward_funcs=talkative, train_dataset=rows, options={"max_steps": 1})
     trainer.train()
     assert logged(trainer, "words") == [4.0]
-    records = [json.loads(line) for line in next((tmp_path / "episodes").glob("*.jsonl")).read_text().splitlines()]
+    records = list(trainer.episode_log.read())
     assert [record["extras"]["note"] for record in records] == ["n0", "n1", "n2", "n3"]
 
 

@@ -139,7 +139,8 @@ def test_a_run_resumed_within_a_round_makes_the_steps_that_were_left(tmp_path, c
     _, before = run("cut", 1)
     resumed, after = run("cut", 4, resume=True)
     assert before + after == seeds and torch.equal(whole, resumed)
-    assert not (tmp_path / "cut" / "checkpoint-4" / "rollout_steps.pt").exists()
+    kept = [{path.name for path in (tmp_path / "cut" / f"checkpoint-{step}").glob("rollout_*")} for step in (1, 4)]
+    assert kept == [{"rollout_state.json", "rollout_steps.json", "rollout_steps.safetensors"}, {"rollout_state.json"}]
 
 
 def test_training_again_starts_at_the_first_task(tmp_path):

@@ -53,7 +53,15 @@ FLOW = [
 
 LIGHT = ["types", "errors", "environments", "chat", "rollout", "sampling.sampler", "sampling.sessions"]
 LIGHT += ["sampling.scripted", "cli"]
-LIGHT += ["evaluation", "episodes", "viewer", "agents", "sampling.endpoint", "sampling.endpoint_chat", "sampling.endpoint_http"]
+LIGHT += [
+    "evaluation",
+    "episodes",
+    "viewer",
+    "agents",
+    "sampling.endpoint",
+    "sampling.endpoint_chat",
+    "sampling.endpoint_http",
+]
 
 PUBLIC = {
     *("AsyncGRPOConfig", "AsyncGRPOTrainer"),

@@ -107,11 +107,12 @@ class Environment(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep of the environment. Sync."""
+        """What a checkpoint must keep of the environment between its episodes, as plain JSON. Sync. Instances are
+        interchangeable: what they share (a curriculum, say) is what this is for."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave. Sync."""
+        """Take back what ``state_dict`` gave, before the first ``reset`` of a resumed run. Sync."""
         ...
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -72,6 +74,8 @@ class InstancePool:
         """constructions and closings under way: they hold a place too"""
         self._building: set[asyncio.Task[object]] = set()
         self._waiters: deque[asyncio.Future[None]] = deque()
+        self._kept: list[object] = []
+        """states of a checkpoint, for instances to come"""
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -113,6 +117,63 @@ class InstancePool:
                 if waiter.done() and not waiter.cancelled():
                     self._wake()  # the place that was meant for us goes to the next
                 raise
+
+    async def states(self) -> list[object]:
+        """What ``state_dict`` says of the instances that wait, the next to be used first; of one instance at the least.
+
+        One entry where they all say the same; none if the environment keeps no state.
+
+        Raises:
+            EnvironmentFailure: ``state_dict`` raised, or the pool is closed.
+            EnvironmentContractError: what it returned is not plain JSON.
+        """
+        if not self.spec.has_state:
+            return []
+        instances = self._take_free() or [await self.acquire()]
+        try:
+            found = [plain_state(self.spec, await self._ask(one, "state_dict")) for one in instances]
+        finally:
+            for one in reversed(instances):
+                self.release(one)
+        return found[:1] if all(state == found[0] for state in found) else found
+
+    async def restore(self, states: Sequence[object]) -> None:
+        """Give ``states`` back: one to each instance that waits and that is yet to come, the last to all further ones.
+
+        Raises:
+            EnvironmentFailure: ``load_state_dict`` raised.
+        """
+        self._kept = list(states)
+        instances = self._take_free() if self._kept else []
+        try:
+            for one in instances:
+                await self._load(one)
+        finally:
+            for one in reversed(instances):
+                self.release(one)
+
+    def _take_free(self) -> list[object]:
+        """All that wait, out now, the next to be used first."""
+        instances, self._free = self._free[::-1], []
+        self._state |= {id(one): "out" for one in instances}
+        return instances
+
+    async def _load(self, instance: object) -> None:
+        state = self._kept.pop(0) if len(self._kept) > 1 else self._kept[0]
+        await self._ask(instance, "load_state_dict", copy.deepcopy(state))
+
+    async def _ask(self, instance: object, name: str, *arguments: object) -> object:
+        method = getattr(instance, name)
+        outcome = await call_user(
+            f"{self.spec.label}'s {name}", partial(method, *arguments), workers=self._workers, timeout=None
+        )
+        match outcome:
+            case Ok(value=value):
+                return value
+            case Raised(error=error):
+                raise EnvironmentFailure(f"{self.spec.label}: {name} raised {type(error).__name__}: {error}") from error
+            case TimedOut(seconds=seconds):
+                raise EnvironmentFailure(f"{self.spec.label}: {name} did not return in {seconds:.1f} s")
 
     async def close_free(self) -> None:
         """Close the instances that wait, so that the next one is new."""
@@ -203,6 +264,8 @@ class InstancePool:
         match outcome:
             case Ok(value=instance):
                 self._check_open()
+                if self._kept:
+                    await self._load_newborn(instance)
                 return instance
             case Raised(error=EnvironmentContractError() as error):
                 raise error
@@ -212,6 +275,13 @@ class InstancePool:
                 ) from error
             case TimedOut(seconds=seconds):
                 raise EnvironmentFailure(f"{self.spec.label}: the factory did not return in {seconds:.1f} s")
+
+    async def _load_newborn(self, instance: object) -> None:
+        try:
+            await self._load(instance)
+        except EnvironmentFailure:
+            await self.discard(instance)
+            raise
 
     def _give_birth(self) -> object:
         """Build and admit in one go, in the worker's thread: from its first moment on, the instance is to be closed."""
@@ -296,6 +366,24 @@ class InstancePool:
     def _check_out(self, instance: object) -> None:
         if self._state.get(id(instance)) != "out":
             raise ValueError(f"{self.spec.label}: {instance!r} is not an instance that was handed out")
+
+
+def plain_state(spec: EnvironmentSpec, state: object) -> object:
+    """``state``, which an environment's ``state_dict`` returned.
+
+    Raises:
+        EnvironmentContractError: it is no mapping of what JSON holds: names, numbers, texts, lists and mappings.
+    """
+    try:
+        same = isinstance(state, dict) and json.loads(json.dumps(state, allow_nan=False)) == state
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise EnvironmentContractError(
+            f"{spec.label}: state_dict returned {state!r:.200}, which a checkpoint cannot hold: it must be a dict of "
+            "strings, finite numbers, booleans, None, lists and dicts with string keys (a tuple comes back as a list)"
+        )
+    return state
 
 
 def _call_close(instance: object) -> object:

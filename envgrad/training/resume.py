@@ -47,6 +47,7 @@ class ResumingTrainer(AtomicCheckpoints):
             rounds=RoundsState(tasks=self._tasks.state_dict()) if stream is None else stream.state(),
             algorithm=self.algorithm.state_dict(),
             pending=() if stream is None else tuple(stream.pending),
+            environments=self.rollouts.environment_states(),
             unlogged=self._averages.state_dict(),
             shape=run_shape(self.user_args, self.algorithm),
         )
@@ -80,6 +81,7 @@ class ResumingTrainer(AtomicCheckpoints):
         state = state if checkpoint is None else read_state(Path(checkpoint), self._tasks, shape)
         self.algorithm.load_state_dict(state.algorithm)
         self._averages.load_state_dict(state.unlogged)
+        self.rollouts.restore_environments(state.environments)
         if self._stream is not None:
             self._stream.rounds.restore(state.rounds)
             self._stream.pending.extend(state.pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
@@ -281,6 +281,20 @@ class Rollouts(RolloutPlan):
         if self.config.sampler == "local":
             return module_weights(self._policy) if self._copy is not None else None
         return policy_weights(self._policy)
+
+    def environment_states(self) -> dict[str, list[object]]:
+        """What environments keep between episodes, by name (``state_dict``); nothing while none is open."""
+        if self._open is None:
+            return {}
+        runner = self._open.runner
+        found = {name: runner.loop.run(pool.states()) for name, pool in runner.pools.items() if pool.spec.has_state}
+        return {name: states for name, states in found.items() if states}
+
+    def restore_environments(self, states: Mapping[str, Sequence[object]]) -> None:
+        """Give environments back what a checkpoint kept of them, before their next reset."""
+        if self._open is not None:
+            for name, pool in self._open.runner.pools.items():
+                self._open.runner.loop.run(pool.restore(states.get(name, ())))
 
     @property
     def exact_logprobs(self) -> bool:

@@ -238,7 +238,7 @@ def living(folder: Path, end: str, executor: str) -> None:
                 raise _Stop
 
     environment = _living(book, end)
-    options: dict[str, Any] = {"environment_executor": executor, "reset_timeout": 60.0, "close_timeout": 0.5}
+    options: dict[str, Any] = {"environment_executor": executor, "reset_timeout": 60.0, "close_timeout": 4.0}
     if end == "construction":
         with contextlib.suppress(ConfigurationError):
             _trainer(folder, "GRPO", environment, 4, 2, tool_parser="none of them", **options)

@@ -93,8 +93,10 @@ def test_what_refuses_to_be_cancelled_is_left_behind_with_a_warning(monkeypatch,
             except asyncio.CancelledError:
                 continue
 
+    kept = []
+
     async def begin():
-        asyncio.ensure_future(stubborn())
+        kept.append(asyncio.ensure_future(stubborn()))
 
     loop = RolloutLoop()
     loop.run(begin())

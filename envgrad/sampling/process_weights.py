@@ -65,6 +65,7 @@ def write_weights(named_tensors: Mapping[str, Tensor], version: int) -> WeightFi
         WeightTransferError: there is no room, or a tensor's type is not known to safetensors.
 
     Example:
+        >>> import torch
         >>> with write_weights({"a": torch.ones(2, 3)}, version=5) as file:
         ...     read_weights(file.file, file.facts())["a"].sum()
         tensor(6.)

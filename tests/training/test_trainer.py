@@ -229,7 +229,7 @@ def test_checkpoints_are_whole_or_not_there(tmp_path, monkeypatch):
     trainer.train()
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-3", "checkpoint-4"]
     assert not list(tmp_path.glob(".saving*"))
-    assert json.loads((tmp_path / "checkpoint-4" / checkpoint.PROGRESS_NAME).read_text())["tasks"]
+    assert json.loads((tmp_path / "checkpoint-4" / "rollout_state.json").read_text())["tasks"]
     args = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
     assert args.gradient_accumulation_steps == 1
 

@@ -73,6 +73,8 @@ class InstancePool:
         self._busy = 0
         """constructions and closings under way: they hold a place too"""
         self._building: set[asyncio.Task[object]] = set()
+        self._endings: set[asyncio.Future[None]] = set()
+        """instances that are being closed because they failed"""
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._kept: list[object] = []
         """states of a checkpoint, for instances to come"""
@@ -206,8 +208,11 @@ class InstancePool:
         self._check_out(instance)
         if self._forget(instance):
             self._busy += 1
+            ending = asyncio.ensure_future(self._close_one(instance))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
             try:
-                await asyncio.shield(asyncio.ensure_future(self._close_one(instance)))
+                await asyncio.shield(ending)
             finally:
                 self._busy -= 1
                 self._wake()
@@ -323,7 +328,7 @@ class InstancePool:
             await asyncio.wait(set(self._building), timeout=self._close_timeout)
         self._free.clear()
         instances = [instance for instance in list(self._live.values()) if self._forget(instance)]
-        await asyncio.gather(*(self._close_one(instance) for instance in instances))
+        await asyncio.gather(*(self._close_one(instance) for instance in instances), *self._endings)
         if self._closers is not None:
             self._closers.close()
 

@@ -53,6 +53,8 @@ class Remote(Elsewhere):
         self._asked = 0
         self._waiting = False
         self._lock = threading.Lock()
+        self._ending: asyncio.Future[None] | None = None
+        """of a cancelled call"""
         if connection is None:
             connection = self.host.connect()
             greeting = _await_greeting(connection)
@@ -69,11 +71,15 @@ class Remote(Elsewhere):
         frame = self._begin(operation, arguments)
         loop = asyncio.get_running_loop()
         self._waiting = True
+        reading: asyncio.Future[Message] | None = None
         try:
             await loop.sock_sendall(self._connection, frame)
-            answer = await self._receive(loop)
+            reading = asyncio.ensure_future(self._receive(loop))
+            # shielded: an answer that has arrived when this call is cancelled must not go with it
+            answer = await asyncio.shield(reading)
         except asyncio.CancelledError:
-            await self._interrupt(loop)
+            self._ending = asyncio.ensure_future(self._interrupt(reading))
+            await asyncio.shield(self._ending)  # cancelled again, it goes on, and close() waits for it
             raise
         except (OSError, Closed) as error:
             raise self._died(operation) from error
@@ -93,16 +99,18 @@ class Remote(Elsewhere):
             parts += part
         return bytes(parts)
 
-    async def _interrupt(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the call in the other process, or that process."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGUSR1)
-        answer = asyncio.ensure_future(self._receive(loop))
-        await asyncio.wait({answer}, timeout=OBEY_SECONDS)
-        if answer.done() and not answer.cancelled() and answer.exception() is None:
+    async def _interrupt(self, reading: asyncio.Future[Message] | None) -> None:
+        """End the call in the other process, or that process. ``reading`` is its answer; None: it was not sent whole."""
+        end = time.monotonic() + OBEY_SECONDS
+        while reading is not None and not reading.done() and time.monotonic() < end:
+            with contextlib.suppress(ProcessLookupError):  # again and again: it may not have begun yet
+                os.kill(self._pid, signal.SIGUSR1)
+            await asyncio.wait({reading}, timeout=OBEY_SECONDS / 6)
+        if reading is not None and reading.done() and not reading.cancelled() and reading.exception() is None:
             self._waiting = False
             return
-        answer.cancel()
+        if reading is not None:
+            reading.cancel()
         self._kill("a call ran past its limit and did not stop")
 
     def _ask_now(self, operation: str, *, seconds: float | None = QUICK_SECONDS, **arguments: object) -> Any:

@@ -100,7 +100,7 @@ class Remote(Elsewhere):
         return bytes(parts)
 
     async def _interrupt(self, reading: asyncio.Future[Message] | None) -> None:
-        """End the call in the other process, or that process. ``reading`` is its answer; None: it was not sent whole."""
+        """End the call in the other process, or that process. ``reading``: its answer; None: it was not sent whole."""
         end = time.monotonic() + OBEY_SECONDS
         while reading is not None and not reading.done() and time.monotonic() < end:
             with contextlib.suppress(ProcessLookupError):  # again and again: it may not have begun yet

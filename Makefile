@@ -60,13 +60,13 @@ test-long: export ENVGRAD_LONG := 1
 test-long: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/longrun tests/fuzz -v
 
-# Harbor needs Python 3.12: where there is one, its tests in `make test` use a small environment without PyTorch (about
-# a minute to make). Where it cannot be made, they skip by name.
+# Harbor needs Python 3.12: where there is one, its tests in `make test`, and those of OpenEnv's own servers, use a small
+# environment without PyTorch (about a minute to make). Where it cannot be made, they skip by name.
 $(HARBOR)/.made:
 	@echo "making $(HARBOR) with $(ECO_PYTHON)"
 	@{ $(ECO_PYTHON) -m venv $(HARBOR) && $(HARBOR)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-compile harbor==0.25.0 transformers==5.24.0 jinja2; } \
-		|| { echo "$(HARBOR) could not be made: Harbor's tests are left out"; rm -rf $(HARBOR); mkdir $(HARBOR); }
+		--no-compile harbor==0.25.0 openenv==0.10.0 uvicorn==0.54.0 transformers==5.24.0 jinja2; } \
+		|| { echo "$(HARBOR) could not be made: tests of Harbor and of OpenEnv's servers are left out"; rm -rf $(HARBOR); mkdir $(HARBOR); }
 	@touch $@
 
 # The whole suites of other ecosystems. Most run in an environment of their own, on Python 3.12 and without PyTorch; what

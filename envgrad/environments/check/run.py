@@ -42,40 +42,10 @@ def check_environment(
     name: str | None = None,
     agents: AgentStage | None = None,
 ) -> CheckReport:
-    """Play an environment with scripted actions, without any model, and say what breaks the contract.
-
-    Made for a test: ``report = check_environment(Game); assert report.ok, str(report)``. What is checked, and what the
-    words of the report mean: ``docs/checking.md``.
+    """What ``envgrad.check_environment`` does, whose arguments and errors these are, with ``agents`` of one's choice.
 
     Args:
-        environment: the class, or what else builds an instance when called without arguments.
-        dataset_row: a row of the dataset that the environment is trained with, or several; None if it has none.
-        groups: how many tasks are played.
-        turns: actions in an episode, at most.
-        seed: decides tasks and actions.
-        timeout: seconds that one call may take; the first that takes longer ends the check.
-        name: how the report calls it; the class's name if None.
         agents: who answers an agent that owns its loop; None: such episodes are started and scored unplayed.
-
-    Raises:
-        ConfigurationError: an argument that cannot work. What the environment does is never raised, but a finding.
-
-    Example:
-        >>> class Coin:
-        ...     def reset(self, seed):
-        ...         self.side, self.right = ("heads", "tails")[seed % 2], False
-        ...         return "Heads or tails?"
-        ...
-        ...     def call(self, side: str) -> str:
-        ...         '''Call the side.'''
-        ...         self.right = side == self.side
-        ...         return "right" if self.right else "wrong"
-        ...
-        ...     def get_reward(self):
-        ...         return float(self.right)
-        >>> report = check_environment(Coin)
-        >>> report.ok, report.determinism.value, report.start.value
-        (True, 'seeded', 'identity')
     """
     rows = _read_rows(dataset_row)
     for option, value in (("groups", groups), ("turns", turns)):

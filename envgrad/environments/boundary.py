@@ -30,7 +30,7 @@ from envgrad.errors import ConfigurationError, EnvironmentFailure, EpisodeDone
 
 GROWTH_DELAY = 0.001
 """seconds a job may wait before another thread is considered"""
-CANCEL_GRACE = 1.0
+CANCEL_GRACE = 2.5
 """seconds an async call gets to obey its cancellation"""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from sampling_kit import ask, build, make_local, plain_logprobs, prompt, run, se
 from envgrad.errors import ConfigurationError, SamplerFailure
 from envgrad.sampling.local import LocalSampler
 from envgrad.sampling.sampler import Completion
+from helpers.threads import sampler_threads
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_bad_options_are_named(options: dict[str, int], message: str) -> None:
 
 
 def test_close_ends_the_thread_and_open_requests_and_is_idempotent() -> None:
-    before = threading.active_count()
+    before = sampler_threads()
     sampler = make_local(deterministic=True)
-    assert threading.active_count() == before + 1
+    assert len(sampler_threads() - before) == 1
 
     async def work() -> None:
         sampler.begin(session(0))
@@ -47,7 +47,7 @@ def test_close_ends_the_thread_and_open_requests_and_is_idempotent() -> None:
 
     run(work())
     sampler.close()
-    assert threading.active_count() == before
+    assert not sampler_threads() - before
 
 
 def test_a_failing_model_fails_every_waiter_and_later_caller_with_the_original_error() -> None:

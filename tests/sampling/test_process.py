@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from envgrad.sampling.process import ProcessSampler
 from envgrad.sampling.process_frames import Frame
 from envgrad.sampling.process_weights import write_weights
 from envgrad.sampling.sampler import Completion, SamplingParams
+from helpers.threads import sampler_threads
 from helpers.tokenizers import CHATML, bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer(CHATML)
@@ -144,7 +144,7 @@ def test_a_cancelled_request_makes_room_and_its_session_may_ask_again(sampler: P
 def test_published_weights_are_served_and_bad_ones_leave_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole life of one process: weights, torn and corrupt ones, one that diverged, and the end."""
     model = build("llama")
-    before = threading.active_count()
+    before = sampler_threads()
     sampler = ProcessSampler(
         model, max_sessions=4, max_context=160, threads=1, version=3,
         weights={name: tensor * 0.9 for name, tensor in model.state_dict().items()},
@@ -213,7 +213,7 @@ def test_published_weights_are_served_and_bad_ones_leave_the_old(monkeypatch: py
     with pytest.raises(SamplerDied, match="diverged"):
         sampler.update_weights(8, new)
     sampler.close()
-    assert not listed(sampler.pid) and threading.active_count() == before
+    assert not listed(sampler.pid) and not sampler_threads() - before
 
 
 FAKE = """
@@ -278,7 +278,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ProcessSampler]:
 def test_the_end_of_the_process_ends_every_wait_with_its_reason(
     fake: Callable[[str], ProcessSampler], ending: str, words: str
 ) -> None:
-    threads = threading.active_count()
+    threads = sampler_threads()
     sampler = fake(ending)
     began = time.monotonic()
     sampler.begin(session(0))
@@ -290,7 +290,7 @@ def test_the_end_of_the_process_ends_every_wait_with_its_reason(
     assert time.monotonic() - began < 10
     sampler.end(session(0))
     sampler.close()
-    assert not listed(sampler.pid) and threading.active_count() == threads
+    assert not listed(sampler.pid) and not sampler_threads() - threads
 
 
 @pytest.mark.parametrize(
@@ -300,10 +300,10 @@ def test_the_end_of_the_process_ends_every_wait_with_its_reason(
 def test_a_start_that_fails_is_told_and_leaves_nothing(
     fake: Callable[[str], ProcessSampler], ending: str, error: type[Exception], words: str
 ) -> None:
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, files = sampler_threads(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(error, match=words):
         fake(ending)
-    assert threading.active_count() == threads and len(os.listdir("/proc/self/fd")) == files
+    assert not sampler_threads() - threads and len(os.listdir("/proc/self/fd")) == files
 
 
 def test_options_are_checked_before_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

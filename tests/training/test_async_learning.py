@@ -16,7 +16,8 @@ from envgrad.starter.compass import Compass
 @pytest.mark.slow
 def test_the_starter_learns_to_read_the_compass_beside_its_rollouts(tmp_path):
     torch.set_num_threads(1)
-    demo = demo_config(tmp_path, seed=0, steps=DEFAULT_STEPS)
+    # What is sampled with which weights depends on the clock, and the demo's reward is still rising at its end.
+    demo = demo_config(tmp_path, seed=0, steps=DEFAULT_STEPS * 3 // 2)
     given = {f.name: getattr(demo, f.name) for f in fields(GRPOConfig) if f.init}
     given |= {"asynchronous": True, "max_staleness": 1, "deterministic": False}
     trainer = AsyncGRPOTrainer("starter", args=GRPOConfig(**given), environment_factory=Compass)

@@ -20,7 +20,10 @@ from helpers.trainers import NAMES, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ROUNDS = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1}
+ROUNDS = {
+    "per_device_train_batch_size": 4, "steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1,
+    "deterministic": True,
+}  # fmt: skip
 """two optimizer steps a round"""
 
 

@@ -33,7 +33,7 @@ from envgrad.environments.spec import Elsewhere
 from envgrad.environments.tools import ToolSpec
 from envgrad.errors import EnvironmentFailure, EpisodeDone
 
-OBEY_SECONDS = 0.9
+OBEY_SECONDS = 2.2
 """how long an interrupted call may take to end before its process is killed"""
 START_SECONDS = 120.0
 QUICK_SECONDS = 60.0
@@ -105,7 +105,7 @@ class Remote(Elsewhere):
         while reading is not None and not reading.done() and time.monotonic() < end:
             with contextlib.suppress(ProcessLookupError):  # again and again: it may not have begun yet
                 os.kill(self._pid, signal.SIGUSR1)
-            await asyncio.wait({reading}, timeout=OBEY_SECONDS / 6)
+            await asyncio.wait({reading}, timeout=0.15)
         if reading is not None and reading.done() and not reading.cancelled() and reading.exception() is None:
             self._waiting = False
             return

@@ -201,8 +201,21 @@ class DecodeLayout:
 
     def attend_tokens(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Query ``(T, Hq, D)``, key ``(T, Hkv, D)`` and value ``(T, Hkv, Dv)`` -> ``(T, Hq, Dv)``."""
+        if key.shape[2] == value.shape[2]:
+            return self.attend_joined(call, query, torch.cat((key, value), 1))
+        keys, values = self._cache.write(call.layer, (key, value), self._places_of(key.shape[1]))
+        return self._attend_all(call, query, key, value, keys, values)
+
+    def attend_joined(self, call: AttentionCall, query: Tensor, joined: Tensor) -> Tensor:
+        """Query ``(T, Hq, D)``, keys and values ``(T, 2 Hkv, D)`` on top of each other -> ``(T, Hq, D)``."""
+        keys, values = self._cache.write(call.layer, (joined,), self._places_of(joined.shape[1]))
+        heads = keys.shape[1]
+        return self._attend_all(call, query, joined[:, :heads], joined[:, heads:], keys, values)
+
+    def _attend_all(
+        self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         self.layers_seen.add(call.layer)
-        keys, values = self._cache.write(call.layer, key, value, self._places_of(key.shape[1]))
         buckets = self._buckets(call.window is None and is_flash(query, keys, values))
         first = buckets[0]
         if len(buckets) == 1 and first.in_order and first.offsets == self._offsets[:-1]:

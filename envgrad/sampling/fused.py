@@ -206,12 +206,12 @@ class FusedDecoder:
         shape = self._shape
         heads, turned = shape.heads, shape.heads + shape.kv_heads
         qkv = layer.qkv(x).view(x.shape[0], turned + shape.kv_heads, shape.size)
-        both = qkv[:, :turned]
         if layer.query_norm is not None and layer.key_norm is not None:
-            both = torch.cat((layer.query_norm(both[:, :heads]), layer.key_norm(both[:, heads:])), dim=1)
-        pairs = torch.view_as_complex(both.view(x.shape[0], turned, shape.size // 2, 2))
-        both = torch.view_as_real(pairs * rotation).view(x.shape[0], turned, shape.size)
-        out = layout.attend_tokens(layer.call, both[:, :heads], both[:, heads:], qkv[:, turned:])
+            qkv[:, :heads] = layer.query_norm(qkv[:, :heads])
+            qkv[:, heads:turned] = layer.key_norm(qkv[:, heads:turned])
+        # turned in place, so that keys and values stay side by side, as they are stored
+        torch.view_as_complex(qkv[:, :turned].view(x.shape[0], turned, shape.size // 2, 2)).mul_(rotation)
+        out = layout.attend_joined(layer.call, qkv[:, :heads], qkv[:, heads:])
         return out.view(x.shape[0], heads * shape.size)
 
 

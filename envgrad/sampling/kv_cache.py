@@ -24,7 +24,8 @@ class StepRow(NamedTuple):
 
 
 class KVCache:
-    """Preallocated keys and values: per layer ``(slots, Hkv, length, D)``, made when a layer first writes.
+    """Preallocated keys and values: per layer ``(slots, 2 Hkv, length, D)``, first all heads' keys and then their values,
+    so that a step's are stored at once; two buffers where they differ in size. Made when a layer first writes.
 
     Memory is zeroed, not merely reserved: masked positions get a weight of 0, which would not hide a NaN.
 
@@ -38,53 +39,57 @@ class KVCache:
     def __init__(self) -> None:
         self.slots = 0
         self.length = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._spare: dict[int, tuple[Tensor, ...]] = {}
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
         self._block_of: tuple[SharedPrefix, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+        return sum(tensor.nbytes for buffers in self._layers.values() for tensor in buffers)
 
     def resize(self, slots: int, length: int, keep: Sequence[int] | None = None) -> None:
         """Make room for ``slots`` rows of ``length`` tokens. Old slot ``keep[i]`` becomes ``i`` (default: all stay)."""
         kept = list(range(min(self.slots, slots))) if keep is None else list(keep)
-        for layer, pair in self._layers.items():
-            self._layers[layer] = (
-                _moved(pair[0], slots, length, kept),
-                _moved(pair[1], slots, length, kept),
-            )
+        for layer, buffers in self._layers.items():
+            self._layers[layer] = tuple(_moved(one, slots, length, kept) for one in buffers)
         self.slots, self.length = slots, length
 
     def drop(self) -> None:
         """Forget everything. Memory is freed, for training to use, but for a small cache's, which is kept for reuse."""
         small = self.num_bytes <= _SPARE_BYTES
-        self._spare = {layer: (key.view(-1), value.view(-1)) for layer, (key, value) in self._layers.items() if small}
+        self._spare = {layer: tuple(one.view(-1) for one in found) for layer, found in self._layers.items() if small}
         self._layers.clear()
         self._blocks.clear()
         self.slots = self.length = 0
 
     def copy(self, source: int, targets: Sequence[int], count: int) -> None:
         """Copy the first ``count`` tokens of slot ``source`` to each of ``targets``."""
-        for pair in self._layers.values():
-            for tensor in pair:
+        for buffers in self._layers.values():
+            for tensor in buffers:
                 prefix = tensor[source, :, :count]
                 for target in targets:
                     tensor[target, :, :count].copy_(prefix)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (``(T, Hkv, D)``); returns the layer's buffers. ``places`` (``T * Hkv``,) has for each
-        token and head its place among all ``slots * Hkv * length``."""
-        pair = self._layers.get(layer)
-        if pair is None:
-            old = self._spare.pop(layer, (None, None))
-            pair = (self._buffer(key, old[0]), self._buffer(value, old[1]))
-            self._layers[layer] = pair
-        for buffer, new in zip(pair, (key, value), strict=True):
+    def write(self, layer: int, parts: tuple[Tensor, ...], places: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a step's keys and values; returns all of the layer's, ``(slots, Hkv, length, D)`` each.
+
+        Args:
+            layer: its number.
+            parts: keys and values on top of each other, ``(T, 2 Hkv, D)``; or both, ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``.
+            places: for each token and head of a part, its place among all ``slots * heads * length``.
+        """
+        buffers = self._layers.get(layer)
+        if buffers is None:
+            old = self._spare.pop(layer, ())
+            spare = old if len(old) == len(parts) else (None,) * len(parts)
+            buffers = tuple(self._buffer(one, kept) for one, kept in zip(parts, spare, strict=True))
+            self._layers[layer] = buffers
+        for buffer, new in zip(buffers, parts, strict=True):
             size = buffer.shape[-1]
-            buffer.view(-1, size).index_copy_(0, places, new.reshape(-1, size).to(buffer.dtype))
-        return pair
+            rows = new.reshape(-1, size)
+            buffer.view(-1, size).index_copy_(0, places, rows if rows.dtype == buffer.dtype else rows.to(buffer.dtype))
+        return _pair(buffers)
 
     def block(self, layer: int, prefixes: tuple[SharedPrefix, ...], sources: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the prefixes, found in the slots ``sources``: ``(len(sources), Hkv, longest, D)`` each.
@@ -97,7 +102,7 @@ class KVCache:
         found = self._blocks.get(layer)
         if found is None:
             longest = max(one.length for one in prefixes)
-            key, value = (one[:, :, :longest].index_select(0, sources) for one in self._layers[layer])
+            key, value = (one[:, :, :longest].index_select(0, sources) for one in _pair(self._layers[layer]))
             found = self._blocks[layer] = (key, value)
         return found
 
@@ -107,6 +112,13 @@ class KVCache:
         if spare is not None and spare.numel() >= numel and spare.dtype == like.dtype and spare.device == like.device:
             return spare[:numel].view(shape)
         return _zeros(like, shape)
+
+
+def _pair(buffers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    if len(buffers) == 1:
+        heads = buffers[0].shape[1] // 2
+        return buffers[0][:, :heads], buffers[0][:, heads:]
+    return buffers[0], buffers[1]
 
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:

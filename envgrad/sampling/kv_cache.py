@@ -24,8 +24,8 @@ class StepRow(NamedTuple):
 
 
 class KVCache:
-    """Preallocated keys and values: per layer ``(slots, 2 Hkv, length, D)``, first all heads' keys and then their values,
-    so that a step's are stored at once; two buffers where they differ in size. Made when a layer first writes.
+    """Preallocated keys and values: per layer ``(slots, 2 Hkv, length, D)``, all heads' keys and then their values, so
+    that a step's are stored at once; two buffers where they differ in size. Made when a layer first writes.
 
     Memory is zeroed, not merely reserved: masked positions get a weight of 0, which would not hide a NaN.
 
@@ -76,7 +76,8 @@ class KVCache:
 
         Args:
             layer: its number.
-            parts: keys and values on top of each other, ``(T, 2 Hkv, D)``; or both, ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``.
+            parts: keys and values on top of each other, ``(T, 2 Hkv, D)``; or ``(T, Hkv, D)`` and
+                ``(T, Hkv, Dv)``.
             places: for each token and head of a part, its place among all ``slots * heads * length``.
         """
         buffers = self._layers.get(layer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +11,8 @@ from typing import Literal
 
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool, call_user
 from envgrad.environments.closing import call_all_now
-from envgrad.environments.spec import EnvironmentSpec
+from envgrad.environments.results import plain_state
+from envgrad.environments.spec import Elsewhere, EnvironmentSpec
 from envgrad.errors import ConfigurationError, EnvironmentContractError, EnvironmentFailure
 
 _CLOSING_THREADS = 64
@@ -76,6 +76,8 @@ class InstancePool:
         self._endings: set[asyncio.Future[None]] = set()
         """instances that are being closed because they failed"""
         self._waiters: deque[asyncio.Future[None]] = deque()
+        self._builders: deque[asyncio.Future[None]] = deque()
+        """who waits for a new instance, which may take long (a cluster is full), and would take a released one"""
         self._kept: list[object] = []
         """states of a checkpoint, for instances to come"""
         self._closed = False
@@ -104,9 +106,16 @@ class InstancePool:
             if self._free:
                 instance = self._free.pop()
                 self._state[id(instance)] = "out"
-                return instance
+                if not (isinstance(instance, Elsewhere) and instance.process_lost):
+                    return instance
+                await self.discard(instance)  # it died while it waited, which is to cost no episode
+                continue
             if len(self._live) + self._busy < self.limit:
-                return await self._build()
+                released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                instance = await self._build(released)
+                if instance is None:
+                    continue
+                return instance
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             if waited:  # the place went to somebody else: first in line again
                 self._waiters.appendleft(waiter)
@@ -133,7 +142,7 @@ class InstancePool:
             return []
         instances = self._take_free() or [await self.acquire()]
         try:
-            found = [plain_state(self.spec, await self._ask(one, "state_dict")) for one in instances]
+            found = [plain_state(self.spec.label, await self._ask(one, "state_dict")) for one in instances]
         finally:
             for one in reversed(instances):
                 self.release(one)
@@ -195,7 +204,7 @@ class InstancePool:
         self._check_out(instance)
         self._state[id(instance)] = "free"
         self._free.append(instance)
-        self._wake()
+        self._wake(released=True)
 
     async def discard(self, instance: object) -> None:
         """Close an instance that failed; it is never used again. Its place is free once it is closed.
@@ -246,17 +255,27 @@ class InstancePool:
             for outcome in call_all_now(closes, timeout=self._close_timeout):
                 self._collect(outcome)
 
-    async def _build(self) -> object:
-        """Construct in a task of its own, so that a cancelled waiter loses no instance: it becomes a free one."""
+    async def _build(self, released: asyncio.Future[None]) -> object | None:
+        """A new instance; None if another one was released before.
+
+        It is built in a task of its own, so that nobody who stops waiting loses it: it becomes a free one.
+        """
         self._busy += 1
         task = asyncio.ensure_future(self._construct())
         self._building.add(task)
         task.add_done_callback(self._building.discard)
+        self._builders.append(released)
+        end: Literal["built", "released", "given up"] = "given up"
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._release_built)
-            raise
+            await asyncio.wait((task, released), return_when=asyncio.FIRST_COMPLETED)
+            end = "built" if task.done() else "released"
+        finally:
+            if end != "built":
+                task.add_done_callback(self._release_built)
+            if end != "released" and released.done():
+                self._wake(released=True)  # it is for the next
+            released.cancel()
+        return task.result() if end == "built" else None
 
     async def _construct(self) -> object:
         try:
@@ -357,12 +376,13 @@ class InstancePool:
                     EnvironmentFailure(f"{self.spec.label}: close() did not return in {seconds:.1f} s and {end}")
                 )
 
-    def _wake(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+    def _wake(self, *, released: bool = False) -> None:
+        for waiters in (self._waiters, self._builders)[: 1 + released]:
+            while waiters:
+                waiter = waiters.popleft()
+                if not waiter.done():
+                    waiter.set_result(None)
+                    return
 
     def _check_open(self) -> None:
         if self._closed:
@@ -371,24 +391,6 @@ class InstancePool:
     def _check_out(self, instance: object) -> None:
         if self._state.get(id(instance)) != "out":
             raise ValueError(f"{self.spec.label}: {instance!r} is not an instance that was handed out")
-
-
-def plain_state(spec: EnvironmentSpec, state: object) -> object:
-    """``state``, which an environment's ``state_dict`` returned.
-
-    Raises:
-        EnvironmentContractError: it is no mapping of what JSON holds: names, numbers, texts, lists and mappings.
-    """
-    try:
-        same = isinstance(state, dict) and json.loads(json.dumps(state, allow_nan=False)) == state
-    except (TypeError, ValueError, RecursionError):
-        same = False
-    if not same:
-        raise EnvironmentContractError(
-            f"{spec.label}: state_dict returned {state!r:.200}, which a checkpoint cannot hold: it must be a dict of "
-            "strings, finite numbers, booleans, None, lists and dicts with string keys (a tuple comes back as a list)"
-        )
-    return state
 
 
 def _call_close(instance: object) -> object:

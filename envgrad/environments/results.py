@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat, TypeAlias
@@ -239,3 +240,21 @@ def _as_blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _short(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 120 else shown[:117] + "..."
+
+
+def plain_state(label: str, state: object) -> object:
+    """``state``, which ``state_dict`` of the environment ``label`` returned.
+
+    Raises:
+        EnvironmentContractError: it is no mapping of what JSON holds: names, numbers, texts, lists and mappings.
+    """
+    try:
+        same = isinstance(state, dict) and json.loads(json.dumps(state, allow_nan=False)) == state
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise EnvironmentContractError(
+            f"{label}: state_dict returned {state!r:.200}, which a checkpoint cannot hold: it must be a dict of "
+            "strings, finite numbers, booleans, None, lists and dicts with string keys (a tuple comes back as a list)"
+        )
+    return state

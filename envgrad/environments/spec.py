@@ -205,6 +205,11 @@ class Elsewhere:
     copy_safe: bool = False
     """whether ``copy.deepcopy`` of the environment makes an independent one, as it was found after its ``reset``"""
 
+    @property
+    def process_lost(self) -> bool:
+        """Whether that process has ended: then this one is of no use any more."""
+        return False
+
 
 def member_of(instance: object, name: str) -> object | None:
     """The member as it is stored (no property is run); None if there is none or only the protocol's own."""

@@ -9,6 +9,7 @@ import pytest
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import inspect_environment
 from envgrad.environments.pool import InstancePool
+from envgrad.environments.spec import Elsewhere
 from envgrad.errors import ConfigurationError, EnvironmentContractError, EnvironmentFailure
 
 LIMIT = 10.0
@@ -368,3 +369,53 @@ def test_wrong_use_is_named():
     run(play())
     with pytest.raises(ConfigurationError, match="got a limit of 0"):
         World().pool(limit=0)
+
+
+def test_who_waits_for_a_new_instance_takes_one_that_is_released_meanwhile():
+    """A cluster that is full builds late, or never; the one that comes in the end is a free one."""
+    world = World()
+
+    async def main():
+        pool = world.pool(limit=3)
+        one = await pool.acquire()
+        world.slow_build.clear()
+        waiting = [asyncio.ensure_future(pool.acquire()) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        pool.release(one)
+        assert await waiting[0] is one
+        waiting[1].cancel()
+        world.slow_build.set()
+        while pool.size < 3 or pool.num_free < 2:
+            await asyncio.sleep(0.001)
+        await pool.close()
+
+    run(main())
+    assert len(world.opened) == 3
+    world.check_all_closed_once()
+
+
+def test_an_instance_whose_process_died_while_it_waited_is_not_handed_out():
+    class Far(Elsewhere, Env):
+        dead = False
+
+        @property
+        def process_lost(self):
+            return self.dead
+
+    world = World()
+    made = []
+
+    def factory():
+        made.append(Far(world))
+        return made[-1]
+
+    async def main():
+        spec, probe = inspect_environment("env", factory)
+        pool = InstancePool(spec, probe, limit=2, workers=WorkerPool(), close_timeout=2.0)
+        probe.dead = True
+        assert await pool.acquire() is made[1]
+        assert world.closed == [probe]
+        await pool.close()
+
+    run(main())
+    assert world.closed == made

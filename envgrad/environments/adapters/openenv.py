@@ -60,10 +60,12 @@ class OpenEnvEnvironment:
         determinism: what decides an episode beside the actions; ``check_environment`` probes it. ``fixed``: nothing,
             there is one task. None: ``task`` or ``seeded``.
         compare_state: also compare the server's ``state`` of siblings after reset, where hidden differences show.
-        keep_session: reset the session for the next episode instead of opening a new one: for environments that are
-            slow to make, and whose reset leaves nothing behind.
+        keep_session: reset the session for the next episode, of whichever instance, instead of opening a new one: for
+            environments that are slow to make, and whose reset leaves nothing behind.
+        max_sessions: sessions at once from this process; further episodes wait for one, ``capacity_timeout`` seconds at
+            most. No more groups are played at once than have a session for each sibling. None: no limit.
         connect_timeout: seconds for a connection.
-        capacity_timeout: seconds that a full server is asked again for a place.
+        capacity_timeout: seconds to wait for a session, and that a full server is asked again for a place.
         start_timeout: seconds until a started server listens.
         headers: of every request.
 
@@ -96,6 +98,7 @@ class OpenEnvEnvironment:
     determinism: Determinism | None = None
     compare_state: bool = False
     keep_session: bool = False
+    max_sessions: int | None = None
     connect_timeout: float = 10.0
     capacity_timeout: float = 60.0
     start_timeout: float = 60.0
@@ -115,7 +118,7 @@ class OpenEnvEnvironment:
         for option in ("connect_timeout", "capacity_timeout", "start_timeout"):
             if not getattr(self, option) >= 0:
                 raise ConfigurationError(f"{option}={getattr(self, option)!r} must be seconds, at least 0")
-        link = Link(self.url, self.start, self.python, self.folder, self.headers, self.start_timeout)
+        link = Link(self.url, self.start, self.python, self.folder, self.headers, self.start_timeout, self.max_sessions)
         object.__setattr__(self, "_link", link)
 
     def _check_server(self) -> None:

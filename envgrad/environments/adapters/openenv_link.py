@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from envgrad.environments.adapters.background import run_in_background
 from envgrad.environments.adapters.openenv_server import Server
 from envgrad.environments.adapters.openenv_text import ActionForm, read_action
-from envgrad.environments.adapters.openenv_wire import Address, fetch
+from envgrad.environments.adapters.openenv_wire import CLOSE_SECONDS, Address, Session, fetch
+from envgrad.environments.adapters.places import Places
 from envgrad.environments.adapters.task_splits import TaskRange, task_ranges
 from envgrad.errors import ConfigurationError, EnvironmentFailure
 
@@ -20,6 +24,10 @@ def _stop_all(servers: list[Server]) -> None:
         servers.pop().stop()
 
 
+async def _close_all(sessions: Sequence[Session]) -> None:
+    await asyncio.gather(*(session.close() for session in sessions))
+
+
 class Link:
     """The way to a server, which it starts with the first instance and stops with the last. A pickle of it starts anew.
 
@@ -29,6 +37,7 @@ class Link:
         python, folder: the server's interpreter and working folder.
         headers: of every request.
         timeout: seconds until a started server must listen.
+        places: sessions at once, from this process; None: no limit.
     """
 
     def __init__(
@@ -39,8 +48,10 @@ class Link:
         folder: str | None,
         headers: Mapping[str, str],
         timeout: float,
+        places: int | None = None,
     ) -> None:
         self._given = (url, start, python, folder, dict(headers), timeout)
+        self.places: Places[Session] = Places(places)
         self._lock = threading.RLock()
         self._servers: list[Server] = []
         self._live = 0
@@ -49,7 +60,7 @@ class Link:
         weakref.finalize(self, _stop_all, self._servers)
 
     def __reduce__(self) -> tuple[type[Link], tuple[object, ...]]:
-        return Link, self._given
+        return Link, (*self._given, self.places.limit)
 
     def enter(self) -> None:
         """An instance more."""
@@ -57,11 +68,16 @@ class Link:
             self._live += 1
 
     def leave(self) -> None:
-        """An instance less."""
+        """An instance less; the last one closes the sessions that were kept, and ends the server."""
         with self._lock:
             self._live -= 1
-            if not self._live:
-                _stop_all(self._servers)
+            if self._live:
+                return
+            kept = self.places.drain()
+            if kept:
+                with contextlib.suppress(TimeoutError):  # each gives up by itself before
+                    run_in_background(_close_all(kept), timeout=2 * CLOSE_SECONDS)
+            _stop_all(self._servers)
 
     @property
     def address(self) -> Address:

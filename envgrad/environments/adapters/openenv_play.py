@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -17,7 +18,15 @@ from envgrad.environments.adapters.openenv_text import (
     new_part,
     observation_text,
 )
-from envgrad.environments.adapters.openenv_wire import CLOSE_SECONDS, INVALID, RAISED, Patience, Refused, Session
+from envgrad.environments.adapters.openenv_wire import (
+    CLOSE_SECONDS,
+    INVALID,
+    RAISED,
+    Address,
+    Patience,
+    Refused,
+    Session,
+)
 from envgrad.environments.adapters.task_splits import TaskRange
 from envgrad.environments.members import StepResult, ToolResult
 from envgrad.environments.tools import ToolSpec
@@ -72,8 +81,7 @@ class OpenEnvInstance:
 
     async def get_reward(self) -> float | None:
         """None after a call that was given up: what it did at the server is not known."""
-        if not self._rules.keep_session:
-            await self._end()
+        await self._end()
         if self._lost:
             return None
         if self._last is None:
@@ -94,21 +102,14 @@ class OpenEnvInstance:
                 run_in_background(session.close(), timeout=2 * CLOSE_SECONDS)
             except TimeoutError:
                 session.drop()
+            self._link.places.give_soon()
         self._link.leave()
 
     async def _begin(self, ids: Json) -> str:
         """Reset to the task that ``ids`` name, in a session of its own; the opening prompt."""
+        await self._end()
         self._forget()
-        if not self._rules.keep_session:
-            await self._end()
-        reset = {**self._rules.reset_options, **ids}
-        if self._session is None:
-            first = await self._open(reset)
-        else:
-            try:
-                first = await self._ask("reset", reset)
-            except Refused as refused:
-                raise EnvironmentFailure(f"the server could not reset: {refused}") from refused
+        first = await self._open({**self._rules.reset_options, **ids})
         text, _ = self._read(first)
         if self._rules.compare_state:
             state = await self._ask("state")
@@ -153,10 +154,31 @@ class OpenEnvInstance:
 
     async def _open(self, reset: Json) -> Json:
         address = await asyncio.to_thread(lambda: self._link.address)  # it may start the server
-        opening = Session.open(address, reset, self._rules.patience)
-        opened: tuple[Session, Json] = await obtain_in_background(opening, give_up=_drop)
+        opened = await obtain_in_background(self._enter(address, reset), give_up=self._drop)
         self._session, first = opened
         return first
+
+    async def _enter(self, address: Address, reset: Json) -> tuple[Session, Json]:
+        """A session, kept or new, and its first observation. On the background loop."""
+        places, patience = self._link.places, self._rules.patience
+        kept = await places.take(patience.full, address.http)
+        opened: tuple[Session, Json] | None = None
+        try:
+            if kept is not None:
+                with contextlib.suppress(EnvironmentFailure, Refused):  # closed meanwhile, or broken: a new one
+                    opened = kept, await kept.ask("reset", reset)
+            if opened is None:
+                opened = await Session.open(address, reset, patience)
+            return opened
+        finally:
+            if kept is not None and (opened is None or opened[0] is not kept):
+                kept.drop()
+            if opened is None:
+                places.give()
+
+    def _drop(self, opened: tuple[Session, Json]) -> None:
+        opened[0].drop()
+        self._link.places.give()
 
     async def _guarded(self, call: Coroutine[object, object, T]) -> T:
         """A call that is given up on its way ends the session: its answer would be taken for that of the next."""
@@ -174,15 +196,20 @@ class OpenEnvInstance:
                 session, self._session = self._session, None
                 if session is not None:
                     session.drop()
+                    self._link.places.give_soon()
 
     async def _end(self) -> None:
+        """Close the session, or keep it for the next episode."""
         session, self._session = self._session, None
-        if session is not None:
+        if session is None:
+            return
+        if self._rules.keep_session:
+            self._link.places.give_soon(session)
+            return
+        try:
             await in_background(session.close())
-
-
-def _drop(opened: tuple[Session, Json]) -> None:
-    opened[0].drop()
+        finally:
+            self._link.places.give_soon()
 
 
 class _Text(OpenEnvInstance):

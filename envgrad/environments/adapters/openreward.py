@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -21,7 +20,8 @@ from envgrad.environments.adapters.background import (
     run_in_background,
 )
 from envgrad.environments.adapters.openreward_chat import block_text, candidate, last_answer, opening
-from envgrad.environments.adapters.task_splits import TaskRange, check_split, task_ranges
+from envgrad.environments.adapters.openreward_link import CLOSE_SECONDS, Link, ServerFacts, client_errors
+from envgrad.environments.adapters.task_splits import check_split
 from envgrad.environments.foreign_tools import foreign_tool
 from envgrad.environments.members import ToolResult
 from envgrad.environments.tools import ToolSpec
@@ -29,113 +29,28 @@ from envgrad.errors import ConfigurationError, EnvironmentFailure, ToolCallError
 from envgrad.types import Message
 
 if TYPE_CHECKING:
-    from openreward.api.environments.client import AsyncEnvironment, AsyncEnvironmentsAPI, AsyncSession
+    from openreward.api.environments.client import AsyncSession
 
 Paid = Literal["sum", "last"]
 Determinism = Literal["fixed", "task", "seeded", "none"]
-_CLOSE_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
-    """What does not change between sessions."""
-
-    ranges: Mapping[str, TaskRange]
-    scores_groups: bool
-    has_terminal: bool
-    """the model's answer without a call goes into a tool that it does not see"""
-
-
-class _Link:
-    """The connection to a server, shared by all instances; a pickle of it starts anew."""
-
-    def __init__(self, options: tuple[str, str | None, str | None, str | None]) -> None:
-        self._options = options
-        self._lock = threading.RLock()
-        self._api: AsyncEnvironmentsAPI | None = None
-        self._environment: AsyncEnvironment | None = None
-        self._server: _Server | None = None
-        self._live = 0
-
-    def __reduce__(self) -> tuple[type[_Link], tuple[object, ...]]:
-        return _Link, (self._options,)
-
-    def enter(self) -> None:
-        with self._lock:
-            self._live += 1
-
-    def leave(self) -> None:
-        """An instance less; the last one closes the connection."""
-        with self._lock:
-            self._live -= 1
-            api = None if self._live else self._api
-            if api is None:
-                return
-            self._api = self._environment = None
-        run_in_background(api.aclose(), timeout=_CLOSE_SECONDS)
-
-    async def environment(self) -> AsyncEnvironment:
-        """On the background loop."""
-        if self._environment is None:
-            from openreward import AsyncOpenReward
-            from openreward.api.environments.client import AsyncEnvironmentsAPI
-
-            name, url, variant, api_key = self._options
-            if url is None:
-                self._api = AsyncOpenReward(api_key=api_key).environments
-            else:
-                self._api = AsyncEnvironmentsAPI(url, api_key or "")
-            self._environment = self._api.get(name, variant, base_url=url)
-        return self._environment
-
-    def server(self, split: str | None, eval_split: str | None, timeout: float) -> _Server:
-        """What the server says of itself.
-
-        Raises:
-            ConfigurationError: a split that it does not have.
-            EnvironmentFailure: it does not answer.
-        """
-        with self._lock:
-            if self._server is None:
-                try:
-                    splits, counts, groups, terminal = run_in_background(self._ask(), timeout=timeout)
-                except _errors() as error:
-                    raise EnvironmentFailure(f"no OpenReward server answers at {self._options[1]}: {error}") from error
-                if not splits:
-                    raise ConfigurationError(f"environment {self._options[0]!r} has no split, and so no task")
-                ranges = task_ranges(split or splits[0], eval_split, splits, counts.__getitem__)
-                self._server = _Server(ranges=ranges, scores_groups=groups, has_terminal=terminal)
-            return self._server
-
-    async def _ask(self) -> tuple[list[str], dict[str, int], bool, bool]:
-        environment = await self.environment()
-        splits = sorted(await environment.list_splits(), key=lambda split: split != "train")
-        counts = {split: await environment.num_tasks(split) for split in splits}
-        return splits, counts, await environment.supports_score_group(), (await environment.terminal_tool()) is not None
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """What the client raises where the server, or the way to it, fails."""
-    import aiohttp
-    from openreward.api.errors import OpenRewardError
-
-    return OpenRewardError, aiohttp.ClientError, OSError, RuntimeError, ValueError, KeyError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rules:
-    server: _Server
+    server: ServerFacts
     reward: Paid
     no_reward: float | None
     secrets: Mapping[str, str] = field(hash=False, repr=False)
     toolset: str | None
     determinism: str
+    patience: float
+    """seconds to wait for a place"""
 
 
 class OpenRewardInstance:
     """One session at the server at a time."""
 
-    def __init__(self, link: _Link, rules: _Rules) -> None:
+    def __init__(self, link: Link, rules: _Rules) -> None:
         self._link = link
         self._rules = rules
         self._session: AsyncSession | None = None
@@ -170,8 +85,8 @@ class OpenRewardInstance:
         chosen = self._rules.server.ranges[split]
         entering = self._enter(chosen.name, chosen.index(task_index))
         try:
-            self._session, messages, specs = await obtain_in_background(entering, give_up=_leave_soon)
-        except _errors() as error:
+            self._session, messages, specs = await obtain_in_background(entering, give_up=self._leave_soon)
+        except client_errors() as error:
             raise EnvironmentFailure(f"no session for task {task_index} of {split}: {first_line(error)}") from error
         self._tools = tuple(
             foreign_tool(spec.name, spec.description, spec.input_schema, method="_call") for spec in specs
@@ -185,6 +100,7 @@ class OpenRewardInstance:
         session = environment.session(
             split=split, index=index, secrets=self._rules.secrets or None, toolset=self._rules.toolset
         )
+        await self._link.places.take(self._rules.patience, self._link.name)
         entered = False
         try:
             await session.__aenter__()
@@ -193,7 +109,17 @@ class OpenRewardInstance:
             return found
         finally:
             if not entered:
-                await session.__aexit__(None, None, None)
+                await self._left(session)
+
+    async def _left(self, session: AsyncSession) -> None:
+        """Leave a session, and give its place back. On the background loop."""
+        try:
+            await session.__aexit__(None, None, None)
+        finally:
+            self._link.places.give()
+
+    def _leave_soon(self, entered: tuple[AsyncSession, object, object]) -> None:
+        background_loop().create_task(self._left(entered[0]))
 
     async def _call(self, tool: str, /, **arguments: object) -> ToolResult:
         text, reward = await self._run(tool, arguments)
@@ -216,7 +142,7 @@ class OpenRewardInstance:
             answered = True
             self.done = self.done or refused.reason == "episode_finished"
             raise ToolCallError(refused.detail) from refused
-        except _errors() as error:
+        except client_errors() as error:
             raise EnvironmentFailure(f"tool {tool!r} of the server failed: {first_line(error)}") from error
         finally:
             if not answered:  # given up on its way, or broken: what it did at the server is not known
@@ -257,7 +183,7 @@ class OpenRewardInstance:
     async def _end(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            await in_background(session.__aexit__(None, None, None))
+            await in_background(self._left(session))
 
     def close(self) -> None:
         if self._closed:
@@ -266,7 +192,7 @@ class OpenRewardInstance:
         session, self._session = self._session, None
         try:
             if session is not None:
-                run_in_background(session.__aexit__(None, None, None), timeout=_CLOSE_SECONDS)
+                run_in_background(self._left(session), timeout=CLOSE_SECONDS)
         finally:
             self._link.leave()
 
@@ -288,15 +214,11 @@ class JudgedInstance(OpenRewardInstance):
                 scores = await in_background(judge.score_group([candidate(chat, text_only=False) for chat in chats]))
             except ScoreGroupUnsupported:
                 scores = await in_background(judge.score_group([candidate(chat, text_only=True) for chat in chats]))
-        except _errors() as error:
+        except client_errors() as error:
             raise EnvironmentFailure(f"the server could not compare the siblings: {first_line(error)}") from error
         for member in environments:
             await member._end()
         return [score.reward for score in scores]
-
-
-def _leave_soon(entered: tuple[AsyncSession, object, object]) -> None:
-    background_loop().create_task(entered[0].__aexit__(None, None, None))
 
 
 @dataclass(frozen=True)
@@ -322,6 +244,10 @@ class OpenRewardEnvironment:
         api_key: of openreward.ai; None: the environment variable ``OPENREWARD_API_KEY``.
         determinism: what decides an episode beside the actions; ``check_environment`` probes it.
         start_timeout: seconds for what is asked of the server at construction.
+        max_sessions: sessions at once from this process; further episodes wait for one, ``capacity_timeout`` seconds at
+            most. No more groups are played at once than have a session for each sibling. None: no limit. (Requests
+            share a pool of connections in any case.)
+        capacity_timeout: see there.
 
     Raises:
         ConfigurationError: an option that cannot work; the package ``openreward`` is not there. When called: a server
@@ -346,7 +272,9 @@ class OpenRewardEnvironment:
     api_key: str | None = field(default=None, repr=False)
     determinism: Determinism = "task"
     start_timeout: float = 60.0
-    _link: _Link = field(init=False, repr=False, compare=False)
+    max_sessions: int | None = None
+    capacity_timeout: float = 60.0
+    _link: Link = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -370,7 +298,10 @@ class OpenRewardEnvironment:
             raise ConfigurationError(
                 "OpenRewardEnvironment needs the package openreward: pip install 'envgrad[openreward]'"
             )
-        object.__setattr__(self, "_link", _Link((self.name, self.url, self.variant, self.api_key)))
+        if not self.capacity_timeout >= 0:
+            raise ConfigurationError(f"capacity_timeout={self.capacity_timeout!r} must be seconds, at least 0")
+        options = (self.name, self.url, self.variant, self.api_key)
+        object.__setattr__(self, "_link", Link(options, self.max_sessions))
 
     @property
     def __name__(self) -> str:
@@ -388,6 +319,7 @@ class OpenRewardEnvironment:
                 secrets=self.secrets,
                 toolset=self.toolset,
                 determinism=self.determinism,
+                patience=self.capacity_timeout,
             )
             return (JudgedInstance if server.scores_groups else OpenRewardInstance)(self._link, rules)
         finally:

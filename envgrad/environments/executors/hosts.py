@@ -87,20 +87,23 @@ def pickled_by_name(factory: Callable[[], object]) -> bytes | None:
 
 
 class SpawnedHost(ServerHost):
-    """A fresh interpreter that unpickles its factory."""
+    """A fresh interpreter that unpickles its factory; it finds modules in ``path``, then where this one does."""
 
     same_python = True
 
-    def __init__(self, target: str, pickled: bytes) -> None:
+    def __init__(self, target: str, pickled: bytes, path: Sequence[str] = ()) -> None:
         super().__init__(target)
-        self._pickled = pickled
+        self._pickled, self._path = pickled, tuple(path)
 
     def _launch(self) -> tuple[ServerProcess, socket.socket]:
         flush_streams()
-        path = [os.path.abspath(folder) for folder in sys.path if os.path.exists(folder or ".")]
-        process, control = launch_server(sys.executable, ["", "{}", *path])
+        path = [os.path.abspath(folder) for folder in (*self._path, *sys.path) if os.path.exists(folder or ".")]
+        process, control = self._start(["", "{}", *path])
         send(control, HEADER.pack(len(self._pickled)) + self._pickled)
         return process, control
+
+    def _start(self, arguments: Sequence[str]) -> tuple[ServerProcess, socket.socket]:
+        return launch_server(sys.executable, arguments)
 
     def _refuse(self, cause: Exception | None) -> None:
         why = (

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import select
 import signal
@@ -26,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from envgrad.environments.members import RESERVED_NAMES, StepResult, ToolResult
+from envgrad.environments.remote.described import reset_signature, tool_specs
 from envgrad.environments.remote.host import ServerHost
 from envgrad.environments.remote.wire import HEADER, Closed, Message, decode, encode, pack, rebuild_error, receive, send
 from envgrad.environments.sources import hash63
@@ -49,12 +49,7 @@ class Remote(Elsewhere):
     """of the environment's ``close()``; then its process is ended. None: no limit"""
 
     def __init__(self, connection: socket.socket | None = None, pid: int = 0) -> None:
-        self._dead: str | None = None
-        self._asked = 0
-        self._waiting = False
-        self._lock = threading.Lock()
-        self._ending: asyncio.Future[None] | None = None
-        """of a cancelled call"""
+        self._set_out()
         if connection is None:
             connection = self.host.connect()
             greeting = _await_greeting(connection)
@@ -62,29 +57,25 @@ class Remote(Elsewhere):
         self._pid = pid
         self._connection = connection
         self._connection.setblocking(False)
-        self.done = False
-        self._tools = _tool_specs(self.described["tools"])
 
-    # -- asking
-
-    async def _ask(self, operation: str, **arguments: object) -> Any:
-        frame = self._begin(operation, arguments)
-        loop = asyncio.get_running_loop()
-        self._waiting = True
-        reading: asyncio.Future[Message] | None = None
-        try:
-            await loop.sock_sendall(self._connection, frame)
-            reading = asyncio.ensure_future(self._receive(loop))
-            # shielded: an answer that has arrived when this call is cancelled must not go with it
-            answer = await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            self._ending = asyncio.ensure_future(self._interrupt(reading))
-            await asyncio.shield(self._ending)  # cancelled again, it goes on, and close() waits for it
-            raise
-        except (OSError, Closed) as error:
-            raise self._died(operation) from error
+    def _set_out(self) -> None:
+        self._dead: str | None = None
+        self._asked = 0
         self._waiting = False
-        return self._read(answer)
+        self._lock = threading.Lock()
+        self._ending: asyncio.Future[None] | None = None
+        """of a cancelled call"""
+        self.done = False
+        self._tools = tool_specs(self.described["tools"])
+
+    @property
+    def process_lost(self) -> bool:
+        return self._dead is not None
+
+    # -- the way there and back: ``executors.ray_remote`` has another
+
+    async def _send(self, loop: asyncio.AbstractEventLoop, frame: bytes) -> None:
+        await loop.sock_sendall(self._connection, frame)
 
     async def _receive(self, loop: asyncio.AbstractEventLoop) -> Message:
         (length,) = HEADER.unpack(await self._exactly(loop, HEADER.size))
@@ -99,12 +90,69 @@ class Remote(Elsewhere):
             parts += part
         return bytes(parts)
 
+    def _exchange(self, frame: bytes, seconds: float | None) -> Message:
+        """Send and receive without a loop."""
+        return self._exchange_by(lambda: send(self._connection, frame), seconds)
+
+    def _exchange_by(self, begin: Callable[[], None], seconds: float | None) -> Message:
+        self._connection.settimeout(seconds)
+        begin()
+        answer = receive(self._connection)
+        self._connection.setblocking(False)
+        return answer
+
+    def _signal(self) -> None:
+        """Interrupt what runs in the process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGUSR1)
+
+    def _end(self) -> None:
+        """End the process, and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        self._connection.close()
+
+    def _fork(self) -> Remote:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            frame = self._begin("fork", {})
+
+            def begin() -> None:
+                send(self._connection, frame)
+                socket.send_fds(self._connection, [b"f"], [theirs.fileno()])
+
+            with contextlib.ExitStack() as undo:
+                undo.enter_context(ours)
+                value = self._now("fork", QUICK_SECONDS, lambda: self._exchange_by(begin, QUICK_SECONDS))
+                undo.pop_all()
+        return type(self)(ours, int(value["pid"]))
+
+    # -- asking
+
+    async def _ask(self, operation: str, **arguments: object) -> Any:
+        frame = self._begin(operation, arguments)
+        loop = asyncio.get_running_loop()
+        self._waiting = True
+        reading: asyncio.Future[Message] | None = None
+        try:
+            await self._send(loop, frame)
+            reading = asyncio.ensure_future(self._receive(loop))
+            # shielded: an answer that has arrived when this call is cancelled must not go with it
+            answer = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            self._ending = asyncio.ensure_future(self._interrupt(reading))
+            await asyncio.shield(self._ending)  # cancelled again, it goes on, and close() waits for it
+            raise
+        except (OSError, Closed) as error:
+            raise self._died(operation) from error
+        self._waiting = False
+        return self._read(answer)
+
     async def _interrupt(self, reading: asyncio.Future[Message] | None) -> None:
         """End the call in the other process, or that process. ``reading``: its answer; None: it was not sent whole."""
         end = time.monotonic() + OBEY_SECONDS
         while reading is not None and not reading.done() and time.monotonic() < end:
-            with contextlib.suppress(ProcessLookupError):  # again and again: it may not have begun yet
-                os.kill(self._pid, signal.SIGUSR1)
+            self._signal()  # again and again: it may not have begun yet
             await asyncio.wait({reading}, timeout=0.15)
         if reading is not None and reading.done() and not reading.cancelled() and reading.exception() is None:
             self._waiting = False
@@ -116,15 +164,13 @@ class Remote(Elsewhere):
     def _ask_now(self, operation: str, *, seconds: float | None = QUICK_SECONDS, **arguments: object) -> Any:
         """``_ask`` without a loop, for members that are not async."""
         frame = self._begin(operation, arguments)
-        return self._now(operation, seconds, lambda: send(self._connection, frame))
+        return self._now(operation, seconds, lambda: self._exchange(frame, seconds))
 
-    def _now(self, operation: str, seconds: float | None, begin: Callable[[], None]) -> Any:
-        """``begin`` asks, and the answer is waited for here."""
+    def _now(self, operation: str, seconds: float | None, exchange: Callable[[], Message]) -> Any:
+        """``exchange`` asks, and waits for the answer here."""
         self._waiting, answered = True, False
         try:
-            self._connection.settimeout(seconds)
-            begin()
-            answer = receive(self._connection)
+            answer = exchange()
             answered = True
         except TimeoutError as error:
             self._kill(f"{operation} took longer than {seconds:.3g} s")
@@ -135,7 +181,6 @@ class Remote(Elsewhere):
             if not answered:  # interrupted: it is still due, and would be taken for the next one's
                 self._kill(f"its caller was interrupted in {operation}")
         self._waiting = False
-        self._connection.setblocking(False)
         return self._read(answer)
 
     def _packed(self, value: Mapping[str, object], what: str) -> Message:
@@ -166,9 +211,7 @@ class Remote(Elsewhere):
             if self._dead is not None:
                 return
             self._dead = why
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)
-        self._connection.close()
+        self._end()
 
     # -- members that every environment has
 
@@ -193,7 +236,7 @@ class Remote(Elsewhere):
         packed = self._packed(given, "what reset is given")
         value = await self._ask("reset", packed=packed, generators=generators)
         tools, self.copy_safe = value["tools"], bool(value["copy_safe"])
-        self._tools = _tool_specs(self.described["tools"] if tools is None else tools)
+        self._tools = tool_specs(self.described["tools"] if tools is None else tools)
         return value["opening"]
 
     def start_state(self) -> object:
@@ -211,7 +254,7 @@ class Remote(Elsewhere):
             self._kill("it was closed")
 
     def __deepcopy__(self, memo: object) -> Remote:
-        return _fork(self)
+        return _forked(self)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the environment, for reward functions that look at it: what JSON can carry, or a method."""
@@ -228,8 +271,17 @@ class Remote(Elsewhere):
         return call
 
 
-def remote_class(host: ServerHost, described: Message, name: str, close_seconds: float | None = None) -> type[Remote]:
-    """The class that stands for the environment ``described`` by its own process."""
+def remote_class(
+    host: ServerHost | None,
+    described: Message,
+    name: str,
+    close_seconds: float | None = None,
+    way: type[Remote] | None = None,
+) -> type[Remote]:
+    """The class that stands for the environment ``described`` by its own process.
+
+    ``way``: a subclass that goes there otherwise than by sockets of ``host``'s.
+    """
     described = described | {"counts": {}}
     members: dict[str, object] = {"host": host, "described": described, "determinism": described["determinism"]}
     members |= {"close_seconds": close_seconds, "may_copy": described["may_copy"]}
@@ -240,7 +292,8 @@ def remote_class(host: ServerHost, described: Message, name: str, close_seconds:
         wanted |= {"state_dict": True, "load_state_dict": True}
     members |= {member: _MEMBERS[member] for member, has in wanted.items() if has}
     base: type[Remote] = _FreeText if described["step_protocol"] else Remote
-    return type(name, (base,), members)
+    bases: tuple[type[Remote], ...] = (base,) if way is None else (way,) if base is Remote else (way, base)
+    return type(name, bases, members)
 
 
 class _FreeText(Remote):
@@ -281,20 +334,8 @@ def _load_state_dict(self: Remote, state: object) -> None:
     self._ask_now("load_state_dict", state=state)
 
 
-def _fork(self: Remote) -> Remote:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        frame = self._begin("fork", {})
-
-        def begin() -> None:
-            send(self._connection, frame)
-            socket.send_fds(self._connection, [b"f"], [theirs.fileno()])
-
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(ours)
-            value = self._now("fork", QUICK_SECONDS, begin)
-            undo.pop_all()
-    copy = type(self)(ours, int(value["pid"]))
+def _forked(self: Remote) -> Remote:
+    copy = self._fork()
     copy.done, copy._tools = self.done, self._tools
     return copy
 
@@ -307,40 +348,16 @@ _MEMBERS: dict[str, object] = {
     "num_tasks": _num_tasks,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
-    "fork": _fork,
+    "fork": _forked,
 }
 
 
 def _reset_member(described: Message) -> object:
-    """``reset`` with the names of the environment's own, so that the contract reads it as that."""
-
     async def reset(self: Remote, **given: object) -> object:
         return await self._reset(given)
 
-    kind, required = inspect.Parameter, set(described["reset_required"])
-    named = [
-        kind(name, kind.KEYWORD_ONLY, default=kind.empty if name in required else None)
-        for name in described["reset_names"]
-    ]
-    first, rest = kind("self", kind.POSITIONAL_OR_KEYWORD), kind("given", kind.VAR_KEYWORD)
-    reset.__signature__ = inspect.Signature([first, *named, rest])  # type: ignore[attr-defined]
+    reset.__signature__ = reset_signature(described)  # type: ignore[attr-defined]
     return reset
-
-
-def _tool_specs(described: Sequence[Message]) -> tuple[ToolSpec, ...]:
-    """The schemas as they are there; enums are made from their values there too."""
-    return tuple(
-        ToolSpec(
-            name=tool["name"],
-            schema=tool["schema"],
-            method="_call_tool",
-            is_async=True,
-            by_name=True,
-            takes_extra=tool["takes_extra"],
-            none_defaults=frozenset(tool["none_defaults"]),
-        )
-        for tool in described
-    )
 
 
 def _await_greeting(connection: socket.socket) -> Message:

@@ -184,21 +184,29 @@ class Host(ServerHost):
 
 
 def launch_server(
-    python: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None
-) -> tuple[ServerProcess, socket.socket]:
+    python: str,
+    arguments: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    through: Sequence[str] = (),
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | None = None,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process of ``python`` that runs ``remote.server.main(FD, *arguments)``, and our end of its control socket.
+
+    ``through``: a command that runs it, given its words.
 
     Raises:
         OSError: ``python`` cannot be run.
     """
     ours, theirs = socket.socketpair()
-    command = [python, "-c", BOOTSTRAP, str(PACKAGE), str(theirs.fileno()), *arguments]
+    command = [*through, python, "-c", BOOTSTRAP, str(PACKAGE), str(theirs.fileno()), *arguments]
     try:
         with theirs:
             process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
+                stdout=stdout,
                 env=os.environ | {"PYTHONSAFEPATH": "1"} | dict(variables or {}),
             )
     except OSError:

@@ -82,7 +82,7 @@ def serve(control: socket.socket, find: Callable[[], object]) -> None:
             break
         for fd in fds:
             children.add(_fork_instance(control, fd, made.value))  # type: ignore[arg-type]
-    for child in children:
+    for child in sorted(children):  # a copy: each end is reaped, and leaves the set
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
 

@@ -239,6 +239,76 @@ def test_a_kept_session_is_reset_in_place(url_of: Callable[[str], str]) -> None:
         opened = counts(url)["opened"]
 
 
+# -- connections are bounded, shared, and waited for
+
+
+def test_sessions_are_bounded_and_kept_ones_are_shared_by_all_instances(url_of: Callable[[str], str]) -> None:
+    url = url_of("guess")
+    factory = OpenEnvEnvironment(url, keep_session=True, max_sessions=2, capacity_timeout=30)
+    games: list[Any] = [factory() for _ in range(8)]
+    before = counts(url)
+    most = 0
+
+    async def play(game: Any, seed: int) -> float | None:
+        nonlocal most
+        await game.reset(seed=seed)
+        most = max(most, factory._link.places.taken)
+        await game._call("guess", number=5)
+        reward = await game.get_reward()
+        assert reward is None or isinstance(reward, float)
+        return reward
+
+    async def all_at_once() -> list[float | None]:
+        return await asyncio.gather(*(play(game, seed) for seed, game in enumerate(games)))
+
+    for _ in range(2):
+        assert run(all_at_once()) == [float(seed == 4) for seed in range(8)]
+    after = counts(url)
+    assert most == 2 and after["opened"] - before["opened"] == 2, "sixteen episodes in two sessions"
+    wait_until(lambda: factory._link.places.taken == 0)
+    for game in games:
+        game.close()
+    wait_until(lambda: counts(url)["open"] == before["open"])
+
+
+def test_who_waits_too_long_for_a_session_is_told_and_takes_no_place_along(url_of: Callable[[str], str]) -> None:
+    factory = OpenEnvEnvironment(url_of("guess"), max_sessions=1, capacity_timeout=0.1)
+    one: Any = factory()
+    two: Any = factory()
+    places = factory._link.places
+    run(one.reset(seed=4))
+    with pytest.raises(EnvironmentFailure, match=r"all 1 \(max_sessions\) are in use for 0\.1 s"):
+        run(two.reset(seed=4))
+
+    async def given_up() -> None:
+        waiting = asyncio.ensure_future(two.reset(seed=4))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    run(given_up())
+    one.close()
+    run(two.reset(seed=4))  # the place is there
+    assert places.taken == 1
+    two.close()
+    wait_until(lambda: places.taken == 0)
+
+
+def test_a_kept_session_that_was_lost_meanwhile_is_replaced(url_of: Callable[[str], str]) -> None:
+    factory = OpenEnvEnvironment(url_of("traps"), keep_session=True, max_sessions=1)
+    game: Any = factory()
+    run(game.reset(seed=4))
+    run(game.get_reward())
+    wait_until(lambda: len(factory._link.places._kept) == 1)
+    (kept,) = factory._link.places._kept
+    kept.drop()
+    assert run(game.reset(seed=4))
+    run(game._call("guess", number=5))
+    assert run(game.get_reward()) == 1.0
+    wait_until(lambda: factory._link.places.taken == 0)
+    game.close()
+
+
 # -- the check
 
 
@@ -331,6 +401,7 @@ def test_a_server_that_cannot_start_says_why() -> None:
         ({"url": "http://a", "split": "train[80%:]"}, "or a part of it"),
         ({"url": "http://a", "reset_options": {"seed": 1}}, "are the group's"),
         ({"url": "http://a", "capacity_timeout": -1}, "at least 0"),
+        ({"url": "http://a", "max_sessions": 0}, "max_sessions=0 must be at least 1"),
     ],
 )
 def test_options_that_cannot_act_are_refused(options: dict[str, Any], match: str) -> None:

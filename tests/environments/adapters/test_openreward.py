@@ -114,6 +114,42 @@ def test_eight_siblings_of_one_task_at_once_and_every_session_is_left(url_of: Ca
     wait_until(lambda: live(url) == 0)
 
 
+def test_sessions_are_bounded_and_waited_for(url_of: Callable[[str], str]) -> None:
+    url = url_of("both")
+    factory = OpenRewardEnvironment("sums", url, reward="last", max_sessions=2, capacity_timeout=30.0)
+    games: list[Any] = [factory() for _ in range(6)]
+    most = 0
+
+    async def play(game: Any) -> float | None:
+        nonlocal most
+        await game.reset(task_index=5, split="train")
+        most = max(most, await asyncio.to_thread(live, url))
+        await game._call("submit", value=8)
+        reward = await game.get_reward()
+        assert reward is None or isinstance(reward, float)
+        return reward
+
+    async def all_at_once() -> list[float | None]:
+        return await asyncio.gather(*(play(game) for game in games))
+
+    assert run(all_at_once()) == [1.0] * 6
+    assert 1 <= most <= 2
+    wait_until(lambda: factory._link.places.taken == 0)
+    for game in games:
+        game.close()
+
+    full = OpenRewardEnvironment("sums", url, max_sessions=1, capacity_timeout=0.1)
+    one: Any = full()
+    two: Any = full()
+    run(one.reset(task_index=5, split="train"))
+    with pytest.raises(EnvironmentFailure, match=r"all 1 \(max_sessions\) are in use for 0\.1 s"):
+        run(two.reset(task_index=5, split="train"))
+    one.close()
+    assert run(two.reset(task_index=5, split="train"))
+    two.close()
+    wait_until(lambda: live(url) == 0)
+
+
 def test_a_reset_that_is_given_up_leaves_its_session(url_of: Callable[[str], str]) -> None:
     url = url_of("both")
     game: Any = OpenRewardEnvironment("sums", url)()

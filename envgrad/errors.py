@@ -19,6 +19,9 @@
     |-- SamplerDied                           the sampler's process or server is gone: the run ends
     |-- WeightTransferError                   weights did not arrive whole at a sampler, which keeps those it had
     |-- EpisodeLogError                       the episode log could not be written: the run ends
+    |-- RankFailed                            another process of the run failed or is gone: the run ends here too
+    |   `-- RankStopped                       the same, with an error that leaves a checkpoint behind
+    |-- StoppedTogether                       a signal came to some process of the run; raised as that signal
     |-- ToolCallError                         a call that does not fit its tool; its text goes back to the model
     `-- EpisodeDone                           not an error: a tool raises it to end the episode
 
@@ -131,6 +134,27 @@ class WeightTransferError(EnvgradError, RuntimeError):
 
 class EpisodeLogError(EnvgradError, RuntimeError):
     """The episode log could not be written (the disk is full, say); the cause is chained."""
+
+
+class RankFailed(EnvgradError, RuntimeError):
+    """Another process of the run has failed, or is gone; the message has its words where it left some."""
+
+
+class RankStopped(RankFailed):
+    """Another process of the run has failed with an error before which all processes save a checkpoint."""
+
+
+class StoppedTogether(EnvgradError):
+    """A signal came to some process of the run: all stop at the same place, as if it had come to each of them.
+
+    Example:
+        >>> StoppedTogether(15).signal
+        15
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"signal {signal} came to a process of the run")
+        self.signal = signal
 
 
 class ToolCallError(EnvgradError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,11 @@ from rich.console import Console
 from rich.text import Text
 
 from envgrad.cli.algorithms import config_class, trainer_class
+from envgrad.cli.field_words import UNUSED
 from envgrad.cli.flags import convert, nearest, parse_flags, read_fields
 from envgrad.cli.locate import locate_environments
-from envgrad.cli.results import fresh_folder, save_results, show_next, show_places, show_plot
+from envgrad.cli.results import fresh_folder, save_results, show_next, show_places, show_plot, show_view
 from envgrad.cli.text import printable
-from envgrad.cli.train_help import UNUSED
 from envgrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -57,20 +59,29 @@ def run_train(
     )
     factory = locate_environments(request.environments)
     values = dict(request.values)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and "output_dir" not in values:
+        raise ConfigurationError(
+            f"{processes} processes were started, and all need one folder: give --output-dir, such as runs/first"
+        )
     values.setdefault("output_dir", str(fresh_folder(Path("runs") / _run_name(factory))))
     config = build_config(values, request.algorithm)
     if dry_run:
         from envgrad.cli.dry_run import run_dry_run
 
-        run_dry_run(request.model, request.values, config, factory)
+        if not config.process_index:
+            run_dry_run(request.model, request.values, config, factory)
         return
-    console = Console()
+    if config.process_index:  # one process speaks for all
+        logging.getLogger("envgrad").setLevel(logging.ERROR)
+    console = Console(quiet=config.process_index > 0)
     live = console.is_terminal and not config.disable_tqdm
     config.disable_tqdm = True  # transformers' own bar and prints would draw over the display
     try:
         _train(request, config, factory, console, live=live)
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; what was written lies in {config.output_dir}", err=True)
+        if not config.process_index:
+            typer.echo(f"interrupted; what was written lies in {config.output_dir}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -192,8 +203,13 @@ def _train(
         trainer.close()
         if not trainer.rollouts.tally.is_clean:
             console.print("\n".join(trainer.rollouts.tally.lines()), markup=False, highlight=False)
+    if config.world_size > 1:
+        trainer.accelerator.end_training()
+    if config.process_index:
+        return
     places |= show_plot(console, display.figures, folder / "reward.png", title=title)
     show_places(console, places)
+    show_view(console, folder, places)
     show_next(console, _continue_words(request, places["model"]), why="To train the result further")
 
 

@@ -17,18 +17,28 @@ from transformers import TrainingArguments
 from envgrad.algorithms.base import Algorithm
 from envgrad.config.asynchronous import AsynchronousFields, check_asynchronous
 from envgrad.config.checks import at_least, at_most_concurrent, choice, given
+from envgrad.config.executors import ExecutorFields, check_executors
 from envgrad.config.mixture import MixtureFields, check_mixture
 from envgrad.config.refused import REFUSED
+from envgrad.config.reporting import ReportingFields, check_reporters, resolve_reporting
 from envgrad.config.sampler_ratio import SamplerRatioFields, check_sampler_ratio
 from envgrad.config.trl_names import TrlNames
 from envgrad.config.vllm import VLLMFields, resolve_vllm
-from envgrad.environments.executors import check_executor
 from envgrad.environments.isolation import MODES as ISOLATION_MODES
 from envgrad.errors import ConfigurationError
 
 
 @dataclass
-class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMFields, TrlNames, TrainingArguments):
+class RolloutConfig(
+    AsynchronousFields,
+    ExecutorFields,
+    MixtureFields,
+    SamplerRatioFields,
+    VLLMFields,
+    TrlNames,
+    ReportingFields,
+    TrainingArguments,
+):
     """What every algorithm shares: groups, limits of an episode, sampling, failures, packing.
 
     Batch sizes count episodes: an optimizer step trains ``per_device_train_batch_size * gradient_accumulation_steps``
@@ -130,10 +140,6 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
     )
     close_timeout: float = field(default=10.0, metadata={"help": "Seconds of close()."})
     # -- failures
-    environment_executor: str = field(
-        default="thread",
-        metadata={"help": "Where sync environment code runs: thread, or process (a process for each instance)."},
-    )
     max_concurrent_episodes: int | None = field(
         default=None, metadata={"help": "Episodes in flight, and instances per environment; a whole round by default."}
     )
@@ -158,7 +164,7 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
     ref_model_sync_steps: int = field(default=512, metadata={"help": "Steps between two mixes (tau of TR-DPO)."})
     # -- reproducibility and logs
     deterministic: bool = field(
-        default=False, metadata={"help": "Bit-equal runs: one process, local sampler, no clock in the schedule."}
+        default=False, metadata={"help": "Bit-equal runs: same processes, local sampler, no clock in the schedule."}
     )
     log_episodes: bool = field(default=True, metadata={"help": "Write every episode under output_dir/episodes."})
     episode_log_gb: float | None = field(
@@ -183,7 +189,9 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
         if self.bf16 is None:
             on_gpu = torch.cuda.is_available() and not self.use_cpu
             self.bf16 = bool(on_gpu and torch.cuda.is_bf16_supported() and not self.fp16)
+        resolve_reporting(self)  # before transformers, which takes all but losses to be better where higher
         super().__post_init__()
+        check_reporters(self)
         self._refuse_fields()
         self._check_rollout()
         self._resolve_batches()
@@ -197,7 +205,7 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
         import json
 
         names = ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs", "environment_weights")
-        for name in (*names, "environment_options"):
+        for name in (*names, "environment_options", "environment_resources"):
             value = getattr(self, name)
             if isinstance(value, str):
                 try:
@@ -298,7 +306,7 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
         self._check_reference_and_logs()
         choice("on_nonfinite", self.on_nonfinite, ("skip", "raise"))
         choice("group_consistency", self.group_consistency, ("auto", "require", "off"))
-        check_executor(self.environment_executor)
+        check_executors(self)
         choice("isolate_generators", self.isolate_generators, ISOLATION_MODES)
         if self.max_tool_calling_iterations is not None:
             if self.max_turns not in (None, self.max_tool_calling_iterations + 1):
@@ -307,8 +315,6 @@ class RolloutConfig(AsynchronousFields, MixtureFields, SamplerRatioFields, VLLMF
                     "contradict each other; set one (n rounds of calls are n+1 turns)"
                 )
             self.max_turns = self.max_tool_calling_iterations + 1
-        if self.deterministic and self.world_size > 1:
-            raise ConfigurationError("deterministic=True is promised for one process only; start one, or turn it off")
 
     def _check_reference_and_logs(self) -> None:
         if not 0 < self.ref_model_mixup_alpha <= 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -30,6 +30,8 @@ class RolloutLoop:
     """
 
     def __init__(self) -> None:
+        self.watch: Callable[[], None] | None = None
+        """called by who waits in ``run``, now and then; what it raises ends the waiting"""
         self._loop = asyncio.new_event_loop()
         self._thread = self._start_thread()
 
@@ -52,6 +54,8 @@ class RolloutLoop:
         try:
             while not future.done():
                 wait([future], timeout=LIVENESS_SECONDS)
+                if self.watch is not None and not future.done():
+                    self.watch()
                 if not self._thread.is_alive():
                     self._thread = self._start_thread()
             return future.result()

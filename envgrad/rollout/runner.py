@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.pool import InstancePool
@@ -93,6 +94,18 @@ class DynamicSampling:
             raise ConfigurationError(f"max_dynamic_rounds={self.max_rounds} must be at least 1")
 
 
+class Waves(Protocol):
+    """Plays what is drawn together on several processes."""
+
+    async def play(self, runner: RolloutRunner, drawn: Sequence[Task], policy: GroupPolicy) -> list[Group]:
+        """The groups of ``drawn``, in its order; the same on every process. On the loop."""
+        ...
+
+    def report(self, own: ActivityReport) -> ActivityReport:
+        """A round's activity on all processes."""
+        ...
+
+
 @dataclass(slots=True)
 class _Played:
     """A round in the making."""
@@ -148,6 +161,8 @@ class RolloutRunner:
     """counts what goes wrong"""
     on_group: Callable[[Group], None] | None = None
     """told of each group as it ends, on the loop's thread: for progress displays and logs"""
+    waves: Waves | None = None
+    """who plays with this process; None: it plays alone"""
     consecutive_failures: int = field(init=False, default=0)
     _scored_once: set[str] = field(init=False, default_factory=set)
     _warned: set[str] = field(init=False, default_factory=set)
@@ -172,7 +187,8 @@ class RolloutRunner:
         self.activity.take()
         began = self.activity.clock()
         played = self.loop.run(self._play(tasks, count, policy, max_draws, dynamic))
-        return replace(played, activity=ActivityReport.of(self.activity.take(), began, self.activity.clock()))
+        report = ActivityReport.of(self.activity.take(), began, self.activity.clock())
+        return replace(played, activity=report if self.waves is None else self.waves.report(report))
 
     async def _play(
         self,
@@ -204,6 +220,12 @@ class RolloutRunner:
 
     async def _play_all(self, drawn: Sequence[Task], policy: GroupPolicy) -> list[Group]:
         """The groups of ``drawn``, in its order."""
+        if self.waves is None:
+            return await self.play_here(drawn, policy)
+        return await self.waves.play(self, drawn, policy)
+
+    async def play_here(self, drawn: Sequence[Task], policy: GroupPolicy) -> list[Group]:
+        """The groups of ``drawn``, in its order, played by this process. On the loop."""
         limit = policy.max_groups or self.max_groups
         gate = asyncio.Semaphore(limit)
         size = limit if self.in_waves else len(drawn)
@@ -225,11 +247,15 @@ class RolloutRunner:
             group = await play_custom(context, policy, task)
         else:
             group = await GroupRun(context=context, pool=pool, policy=policy, task=task).run()
+        self.take_in(group)
+        return group
+
+    def take_in(self, group: Group) -> None:
+        """Count a group that has been played, here or by another process. On the loop."""
         self.tally.add(group)
         self._warn_of_mismatch(group)
         if self.on_group is not None:
             self.on_group(group)
-        return group
 
     def is_of_use(self, group: Group, policy: GroupPolicy) -> bool:
         """Whether enough siblings are scored; counts the groups in a row that are not. On the loop.

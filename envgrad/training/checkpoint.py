@@ -15,9 +15,12 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from envgrad.distributed.ranks import Alone, Ranks
 from envgrad.training.saved import RolloutState, write_state
 
 _SAVING, _REMOVING = ".saving", ".removing"
+LEFTOVERS = (_SAVING, _REMOVING)
+"""beginnings of folders that are of use to nobody"""
 
 
 class AtomicCheckpoints(Trainer):
@@ -29,9 +32,11 @@ class AtomicCheckpoints(Trainer):
         checkpoint-12               whole, and on the disk
         .removing-12                being deleted: replaced, or beyond ``save_total_limit``
 
-    A process that is killed at any moment leaves whole checkpoints; what else it leaves, the next save deletes.
+    A process that is killed at any moment leaves whole checkpoints; what else it leaves, the next save deletes. Of
+    several processes all take part, and one makes the checkpoint appear when all have written their files.
     """
 
+    ranks: Ranks = Alone()
     _saving_in: Path | None = None
 
     def rollout_state(self) -> RolloutState:
@@ -41,12 +46,6 @@ class AtomicCheckpoints(Trainer):
             NotImplementedError: a subclass has not said it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what its checkpoints hold of the rollouts")
-
-    def create_model_card(self, *args: Any, dataset_name: str | None = None, **kwargs: Any) -> None:
-        """``Trainer.create_model_card``; ``dataset_name`` is what trl calls ``dataset``."""
-        if dataset_name is not None:
-            kwargs["dataset"] = dataset_name
-        super().create_model_card(*args, **kwargs)
 
     def extra_weights(self) -> dict[str, dict[str, torch.Tensor]]:
         """Weights beside the policy's that training goes on with: ``{stem of the file: weights by name}``."""
@@ -67,17 +66,30 @@ class AtomicCheckpoints(Trainer):
         staging = run_dir / f"{_SAVING}-{self.state.global_step}"
         if self.args.should_save:
             remove_leftovers(run_dir)
+        self._wait_for_all()  # nobody writes yet into what is deleted
         self._saving_in = staging
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._saving_in = None
-        if not self.args.should_save:
-            return
+        rollouts = self.rollout_state()
+        self._wait_for_all()  # all have written
+        if self.args.should_save:
+            self._publish_checkpoint(staging, name, run_dir, rollouts)
+        self._wait_for_all()  # it is there
+        if not self.args.should_save and self.state.best_global_step:
+            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            self.state.best_model_checkpoint = str(best) if best.exists() else None
+
+    def _wait_for_all(self) -> None:
+        if self.ranks.size > 1:
+            self.ranks.exchange(b"")
+
+    def _publish_checkpoint(self, staging: Path, name: str, run_dir: Path, rollouts: RolloutState) -> None:
         if self.state.best_model_checkpoint == str(staging / name):  # it is found where it will lie
             self.state.best_model_checkpoint = str(run_dir / name)
             self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
-        write_state(self.rollout_state(), staging / name)
+        write_state(rollouts, staging / name)
         for stem, weights in self.extra_weights().items():
             save_file(_on_cpu(weights), staging / name / f"{stem}.safetensors")
         _sync_tree(staging / name)
@@ -99,7 +111,7 @@ class AtomicCheckpoints(Trainer):
 
 def remove_leftovers(run_dir: Path) -> None:
     """Delete what a killed process left half written or half deleted. A run's folder has one process at a time."""
-    for prefix in (_SAVING, _REMOVING):
+    for prefix in LEFTOVERS:
         for path in run_dir.glob(f"{prefix}-*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -7,6 +7,7 @@ Consumes the last round and its samples; produces a table on the console, a Parq
 from __future__ import annotations
 
 import importlib
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from envgrad.config import RolloutConfig
+from envgrad.environments.boundary import Raised, guard
+from envgrad.errors import first_line
 from envgrad.rollout.runner import Round
 from envgrad.types import Episode, Message, TrainingSample
+
+logger = logging.getLogger(__name__)
 
 TABLE_REPORTERS = ("wandb", "trackio")
 """values of ``report_to`` that show tables"""
@@ -44,11 +49,7 @@ class CompletionRow:
 
 def completion_rows(played: Round, samples: Sequence[TrainingSample]) -> list[CompletionRow]:
     """A row for each episode of ``played``, in order; ``samples`` are the round's."""
-    advantages = {
-        sample.episode.key: sum(sample.advantages) / max(1, sample.num_trained_tokens)
-        for sample in samples
-        if sample.episode is not None
-    }
+    advantages = mean_advantages(samples)
     rows = []
     for group in played.groups:
         for episode in group.episodes:
@@ -63,6 +64,15 @@ def completion_rows(played: Round, samples: Sequence[TrainingSample]) -> list[Co
                 )
             )
     return rows
+
+
+def mean_advantages(samples: Sequence[TrainingSample]) -> dict[tuple[str, int], float]:
+    """Each episode's advantage by its key: the mean over its sampled tokens."""
+    return {
+        sample.episode.key: sum(sample.advantages) / max(1, sample.num_trained_tokens)
+        for sample in samples
+        if sample.episode is not None
+    }
 
 
 def split_episode(episode: Episode) -> tuple[Half, Half]:
@@ -93,6 +103,7 @@ class CompletionLog:
     seed: int = 0
     console: Console = field(default_factory=Console)
     rows: list[CompletionRow] = field(default_factory=list)
+    _failed: set[str] = field(default_factory=set, init=False)
 
     def record(self, played: Round, samples: Sequence[TrainingSample]) -> None:
         self.rows = completion_rows(played, samples)
@@ -119,11 +130,21 @@ class CompletionLog:
     def _report(self, rows: Sequence[CompletionRow], step: int) -> None:
         for name in TABLE_REPORTERS:
             if name in self.reporters:
-                import pandas
+                outcome = guard(_log_table, name, _records(rows, step))
+                if isinstance(outcome, Raised) and name not in self._failed:
+                    self._failed.add(name)
+                    logger.warning(
+                        "report_to=%r has not taken the table of completions (%s); the run goes on, and this is said "
+                        "once. The table is in %s too",
+                        name, first_line(outcome.error), self.folder,
+                    )  # fmt: skip
 
-                backend = importlib.import_module(name)
-                table = backend.Table(dataframe=pandas.DataFrame(_records(rows, step)))
-                backend.log({"completions": table})
+
+def _log_table(name: str, records: list[dict[str, object]]) -> None:
+    import pandas
+
+    backend = importlib.import_module(name)
+    backend.log({"completions": backend.Table(dataframe=pandas.DataFrame(records))})
 
 
 def completion_log(config: RolloutConfig, report_to: Sequence[str] | str | None) -> CompletionLog | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def trainer_log(trainer: RolloutTrainer) -> EpisodeLog | None:
     """The log that a trainer's configuration asks for."""
     config = trainer.user_args
-    if not config.log_episodes:
+    if not config.log_episodes or trainer.ranks.rank:  # every process has the whole round; one writes it
         return None
     return run_log(config, trainer.rollouts, algorithm=type(trainer.algorithm).__name__)
 

@@ -13,15 +13,17 @@ from envgrad.environments.tasks import TaskStream
 from envgrad.episodes.log import EpisodeLog
 from envgrad.errors import ConfigurationError
 from envgrad.evaluation.summary import evaluation_metrics
-from envgrad.rollout.runner import Round
+from envgrad.rollout.runner import RolloutRunner, Round
+from envgrad.training.completions import CompletionLog
 from envgrad.training.generation import Generated, generate
 from envgrad.training.metrics import round_metrics
 from envgrad.training.rollouts import Rollouts
 from envgrad.training.signals import StoppableTrainer
-from envgrad.types import Message
+from envgrad.training.tracking import Trackers
+from envgrad.types import Group, Message
 
 if TYPE_CHECKING:
-    from envgrad.training.stream import StepStream
+    from envgrad.training.stream import StepItem, StepStream
 
 
 class EvaluatingTrainer(StoppableTrainer):
@@ -30,9 +32,11 @@ class EvaluatingTrainer(StoppableTrainer):
     rollouts: Rollouts
     user_args: RolloutConfig
     episode_log: EpisodeLog | None
+    completion_log: CompletionLog | None
     control: TrainerControl
     _stream: StepStream | None = None
     _log_depth: int = 0
+    _evaluated: tuple[int, int] | None = None
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -51,7 +55,7 @@ class EvaluatingTrainer(StoppableTrainer):
         streams = self.rollouts.eval_streams(eval_dataset)
         if not streams:
             raise ConfigurationError("nothing to evaluate on: there is no environment; pass eval_dataset=")
-        with self.logged_episodes():
+        with self.trackers.open(), self.logged_episodes():
             metrics = self._play_streams(streams, metric_key_prefix)
             self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -66,6 +70,27 @@ class EvaluatingTrainer(StoppableTrainer):
             metrics |= {f"{prefix}_{key}": value for key, value in figures.items()}
             metrics[f"{prefix}_time/rollout"] = played.seconds
         return metrics
+
+    @property
+    def trackers(self) -> Trackers:
+        """What ``report_to`` reports to."""
+        found = self.__dict__.get("_trackers")
+        if found is None:
+            found = self.__dict__["_trackers"] = Trackers(self.callback_handler.callbacks, self.user_args)
+        return found
+
+    def record_for_logs(self, played: Round, items: Sequence[StepItem]) -> None:
+        """Keep a round, whose optimizer steps are ``items``, for the tables of the next log."""
+        samples = [sample for item in items for sample in item.batch.samples]
+        if self.completion_log is not None:
+            self.completion_log.record(played, samples)
+        self.trackers.record(played, samples)
+
+    def show_for_logs(self, logs: Mapping[str, float]) -> None:
+        """The tables of a log that has just been made."""
+        if self.completion_log is not None and "loss" in logs:
+            self.completion_log.show(self.state.global_step)
+        self.trackers.show(logs, self.state)
 
     @contextlib.contextmanager
     def logged_episodes(self) -> Iterator[None]:
@@ -92,11 +117,38 @@ class EvaluatingTrainer(StoppableTrainer):
             with settled:
                 self.rollouts.publish(self.state.global_step)
             policy = self.rollouts.group_policy(config.num_generations_eval or 1, config.per_device_eval_batch_size)
-            played = runner.play(tasks, count, policy, max_draws=count)
+            with self._told(runner, count):
+                played = runner.play(tasks, count, policy, max_draws=count)
         if self.episode_log is not None:
             with self.logged_episodes():
                 self.episode_log.write(played, step=self.state.global_step)
         return played
+
+    @contextlib.contextmanager
+    def _told(self, runner: RolloutRunner, count: int) -> Iterator[None]:
+        """Count the evaluation's groups as they end; those of training may go on beside them."""
+        before, self._evaluated = runner.on_group, (0, count)
+
+        def on_group(group: Group) -> None:
+            if group.task.split == "eval" and self._evaluated is not None:
+                self._evaluated = (self._evaluated[0] + 1, count)
+            if before is not None:
+                before(group)
+
+        runner.on_group = on_group
+        try:
+            yield
+        finally:
+            runner.on_group, self._evaluated = before, None
+
+    @property
+    def doing(self) -> str | None:
+        """The long work beside optimizer steps that goes on now, for displays; None: there is none."""
+        if self.rollouts.installing is not None:
+            return f"installing weights of step {self.rollouts.installing}"
+        if self._evaluated is not None:
+            return f"evaluating, {self._evaluated[0]} of {self._evaluated[1]} tasks"
+        return None
 
     def generate(
         self, prompts: Sequence[str | list[Message] | list[int]], *, max_tokens: int | None = None

@@ -19,15 +19,15 @@ import math
 import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-
-from envgrad.packing import Batch, MicroBatch
-from envgrad.sampling.limits import text_config
 from envgrad.types import Group
+
+if TYPE_CHECKING:  # plans count operations where no torch is loaded
+    import torch
+    from transformers import PreTrainedModel
+
+    from envgrad.packing import Batch, MicroBatch
 
 
 class RowWork(NamedTuple):
@@ -147,6 +147,8 @@ class ModelCost:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelCost | None:
         """None where the configuration does not tell: no attention sizes, or experts of which each token sees a few."""
+        from torch import nn
+
         sizes = _attention_sizes(model)
         if sizes is None:
             return None
@@ -182,6 +184,8 @@ class ModelCost:
 
 def _attention_sizes(model: PreTrainedModel) -> tuple[int, int, int] | None:
     """Layers, heads and the size of one; None where the configuration does not tell, or tells of experts."""
+    from envgrad.sampling.limits import text_config
+
     config = text_config(model)
     # Configurations are open sets of attributes.
     if any(getattr(config, name, None) for name in ("num_experts_per_tok", "num_local_experts")):
@@ -206,15 +210,20 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     Measured on the first call, in about a tenth of a second, and remembered for the process.
 
     Example:
+        >>> import torch
         >>> matmul_rate(torch.device("cpu"), torch.float32) > 1e6
         True
     """
+    import torch
+
     return _measured_rate(device, dtype, torch.get_num_threads())
 
 
 @functools.cache
 def _measured_rate(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """The best of a few, at the smallest size that takes a few milliseconds."""
+    import torch
+
     size = 128
     seconds = 0.0
     while seconds < _LONG_ENOUGH and size < _LARGEST:
@@ -241,4 +250,6 @@ def _time(factor: torch.Tensor, count: int) -> float:
 def wait_for(device: torch.device) -> None:
     """Return when all that was queued on ``device`` is done; a CPU queues nothing."""
     if device.type != "cpu":
+        import torch
+
         torch.accelerator.synchronize(device)

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from envgrad.batch import Batch, MicroBatch
+from envgrad.distributed.sharded import whole
 from envgrad.errors import NonFiniteError
 from envgrad.rollout.finite import episode_name
 from envgrad.training.signals import StoppableTrainer
@@ -67,15 +69,23 @@ class Guard(TrainerCallback):
         model: What is trained.
         on_nonfinite: ``"skip"``, or ``"raise"``: a number that is not finite ends the run.
         report: Takes the step's metric.
+        agree: Given what is not finite here (None: all is), says what is not finite on any process.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, on_nonfinite: str, report: Callable[[dict[str, float]], None]
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        on_nonfinite: str,
+        report: Callable[[dict[str, float]], None],
+        agree: Callable[[str | None], str | None] = lambda fault: fault,
     ) -> None:
         self._accelerator = accelerator
         self._model = model
-        self._ends = on_nonfinite == "raise"
+        # DeepSpeed updates in the last backward: there is nothing left to skip.
+        self._ends = on_nonfinite == "raise" or accelerator.distributed_type == DistributedType.DEEPSPEED
         self._report = report
+        self._agree = agree
         self._seen: list[_Seen] = []
         self._held_back = False
         self._skipped = False
@@ -85,6 +95,8 @@ class Guard(TrainerCallback):
         """updates of this trainer that were skipped for what is not finite"""
         self.weights_lost = False
         """whether the weights themselves are no longer finite"""
+        self.agreed = False
+        """whether the last step held something that is not finite, which all processes know of"""
         self.norm: Tensor | None = None
         """of the gradients of an update that is skipped"""
 
@@ -108,16 +120,16 @@ class Guard(TrainerCallback):
         if not self._seen:
             if scaler:  # it cannot step without a gradient
                 self._hold_back()
+            self._agree(None)
             return True
         # With a gradient scaler an infinite gradient is a scale that is too large: it skips the update by itself.
         self.norm = torch.zeros(()) if scaler else self._gradient_norm()
         total = torch.stack([one.total() for one in self._seen]).sum() + self.norm.to(self._seen[0].loss.device)
-        if bool(torch.isfinite(total)):
-            self._in_a_row, self._seen = 0, []
-            return True
-        what = self._name(batch, type(algorithm).__name__)
+        what = None if bool(torch.isfinite(total)) else self._name(batch, type(algorithm).__name__)
         self._seen = []
-        if what is None:  # large numbers, whose sum is too large
+        what = self._agree(what)
+        self.agreed = what is not None
+        if what is None:  # all is finite, or there are large numbers, whose sum is too large
             self._in_a_row = 0
             return True
         self._skip(what, step)
@@ -125,7 +137,7 @@ class Guard(TrainerCallback):
 
     def _gradient_norm(self) -> Tensor:
         gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
-        return get_total_norm(gradients) if gradients else torch.zeros(())
+        return whole(get_total_norm(gradients)) if gradients else torch.zeros(())
 
     def _skip(self, what: str, step: int) -> None:
         for name, parameter in self._model.named_parameters():
@@ -203,6 +215,8 @@ class Guard(TrainerCallback):
             for what, tensor in seen.inputs().items():
                 if tensor is not None and not bool(torch.isfinite(tensor).all()):
                     first = int((~torch.isfinite(tensor)).nonzero()[0])
+                    if not seen.packed.samples:
+                        return f"{what} is {tensor[first].item()} in a row of padding"
                     index = seen.packed.samples[int(seen.packed.sample_index[first])]
                     return f"{what} is {tensor[first].item()} at trained token {first} of {_sample(batch, index)}"
             if not bool(torch.isfinite(seen.loss)):

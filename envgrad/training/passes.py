@@ -7,6 +7,7 @@ bit for bit, those of one core that computes one after the other.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,13 +28,28 @@ ForwardLoss: TypeAlias = Callable[[MicroBatch], LossOutputs]
 
 
 def passes_one_by_one(
-    micro_batches: Sequence[MicroBatch], forward_loss: ForwardLoss, accelerator: Accelerator
+    micro_batches: Sequence[MicroBatch],
+    forward_loss: ForwardLoss,
+    accelerator: Accelerator,
+    model: nn.Module | None = None,
 ) -> Generator[LossOutputs]:
-    """Each micro-batch's loss, in order, its backward done: what every engine of accelerate takes part in."""
+    """Each micro-batch's loss, in order, its backward done: what every engine of accelerate takes part in.
+
+    Args:
+        micro_batches: This process's; as many as every other one's.
+        forward_loss: Its share of the whole step's loss, over all processes.
+        accelerator: Does the backward.
+        model: What ``forward_loss`` calls, where it is wrapped for several processes: gradients are summed over them
+            behind the last micro-batch. Engines take the mean, so each loss counts as often as there are processes.
+    """
+    processes = accelerator.num_processes
     for index, micro_batch in enumerate(micro_batches):
-        accelerator.gradient_state._set_sync_gradients(index == len(micro_batches) - 1)
-        outputs = forward_loss(micro_batch.to(accelerator.device))
-        accelerator.backward(outputs.loss)
+        last = index == len(micro_batches) - 1
+        accelerator.gradient_state._set_sync_gradients(last)
+        apart = contextlib.nullcontext() if last or model is None else accelerator.no_sync(model)
+        with apart:
+            outputs = forward_loss(micro_batch.to(accelerator.device))
+            accelerator.backward(outputs.loss if processes == 1 else outputs.loss * processes)
         yield outputs
 
 

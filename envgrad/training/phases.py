@@ -142,6 +142,7 @@ class PhaseReport(TrainerCallback):
         cost: The model's, for utilization; None leaves that out.
         device: Where it runs.
         dtype: What its matrix products are computed in.
+        devices: How many share a step.
         clock: Seconds, always growing.
     """
 
@@ -152,9 +153,11 @@ class PhaseReport(TrainerCallback):
         cost: ModelCost | None,
         device: torch.device,
         dtype: torch.dtype,
+        devices: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.cost = cost
+        self._devices = devices
         self._record = record
         self._device = device
         self._dtype = dtype
@@ -204,7 +207,7 @@ class PhaseReport(TrainerCallback):
 
     def _metrics(self, item: StepItem) -> dict[str, float]:
         seconds = dict.fromkeys(PHASES, 0.0) | self._laps.seconds
-        rate = None if self.cost is None else matmul_rate(self._device, self._dtype)
+        rate = None if self.cost is None else self._devices * matmul_rate(self._device, self._dtype)
         metrics = {f"time/{phase}": value for phase, value in seconds.items()}
         metrics["time/step"] = math.fsum(seconds.values())
         metrics["time/between"] = self._between
@@ -223,4 +226,6 @@ def phase_report(
 ) -> PhaseReport:
     """The report of a run that trains ``model``, which is on its device, with its adapters."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
-    return PhaseReport(record, cost=ModelCost.of(model), device=args.device, dtype=dtype)
+    return PhaseReport(
+        record, cost=ModelCost.of(model), device=args.device, dtype=dtype, devices=max(1, args.world_size)
+    )

@@ -16,7 +16,7 @@ from envgrad.environments.adapters.other_python import OtherPython
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import IDENTITY_NAMES, EnvironmentSpec, inspect_environment
 from envgrad.environments.dataset_tasks import Dataset, MapDataset
-from envgrad.environments.executors.process import ProcessFactory
+from envgrad.environments.executors import ElsewhereFactory, factory_elsewhere
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.stateless import stateless_spec
 from envgrad.environments.tasks import CurriculumOptions, TaskStream, build_task_stream
@@ -46,7 +46,7 @@ def _close_probes(
     probes: dict[str, object],
     specs: Mapping[str, EnvironmentSpec],
     close_timeout: float,
-    processes: Sequence[ProcessFactory],
+    processes: Sequence[ElsewhereFactory],
 ) -> None:
     """Close probe instances that no pool took over, and end what holds instances. Safe to call twice."""
     try:
@@ -76,8 +76,8 @@ class RolloutPlan:
         self.specs: dict[str, EnvironmentSpec] = {}
         self._trainer = trainer
         self._probes: dict[str, object] = {}
-        self._processes: list[ProcessFactory] = []
-        self.close_timeout = config.close_timeout + (KILL_SECONDS if config.environment_executor == "process" else 0.0)
+        self._processes: list[ElsewhereFactory] = []
+        self.close_timeout = config.close_timeout + (KILL_SECONDS if config.environment_executor != "thread" else 0.0)
         """seconds that a pool waits for a ``close()``: one in another process is ended there before"""
         self._finalizer = weakref.finalize(
             self, _close_probes, self._probes, self.specs, self.close_timeout, self._processes
@@ -104,6 +104,13 @@ class RolloutPlan:
         return self.inputs.environment_factory is None
 
     def _inspect(self) -> None:
+        for most in self._most_sessions():
+            siblings = max(self.config.num_generations, self.config.num_generations_eval or 1)
+            if most < siblings:
+                raise ConfigurationError(
+                    f"max_sessions={most} must be at least num_generations={siblings}: the siblings of a group are "
+                    "played at once, each in a session"
+                )
         shared = build_tools(self.inputs.tools or ())
         columns = self.inputs.columns()
         for name, factory in self.factories().items():
@@ -131,9 +138,23 @@ class RolloutPlan:
 
     def _in_process(self, name: str, factory: EnvironmentFactory) -> EnvironmentFactory:
         """``factory``, or one whose instances live in processes of their own, if the run asks for that."""
-        if self.config.environment_executor != "process" or isinstance(factory, OtherPython):  # that has them already
+        executor = self.config.environment_executor
+        if executor == "thread":
             return factory
-        made = ProcessFactory(factory, name, close_seconds=self.config.close_timeout)
+        if isinstance(factory, OtherPython):
+            if executor == "ray":
+                raise ConfigurationError(
+                    f"environment_executor='ray' cannot act on {name}: OtherPython starts processes on this machine; "
+                    "use 'thread', or install the environment's packages on the cluster"
+                )
+            return factory  # that has processes already
+        made = factory_elsewhere(
+            executor,
+            factory,
+            name,
+            close_seconds=self.config.close_timeout,
+            ray=self.config.ray_options(self._concurrency()),
+        )
         self._processes.append(made)
         return made
 
@@ -323,9 +344,16 @@ class RolloutPlan:
 
     def _concurrency(self) -> int:
         rounds = 1 + self.config.staleness
-        return self.config.max_concurrent_episodes or max(
+        wanted = self.config.max_concurrent_episodes or max(
             round_size(self.config) * rounds, self.config.per_device_eval_batch_size or 0, LEAST_CONCURRENCY
         )
+        return min([wanted, *self._most_sessions()])
+
+    def _most_sessions(self) -> list[int]:
+        """Sessions that an environment's server gives at once (``max_sessions`` of its factory): no group must wait for
+        those that another one holds."""
+        given = [getattr(factory, "max_sessions", None) for factory in self.factories().values()]
+        return [most for most in given if isinstance(most, int)]
 
     def _max_groups(self, num_generations: int) -> int:
         return max(1, self._concurrency() // num_generations)

@@ -7,23 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from envgrad.algorithms.base import EpisodeKey, ReferenceLogprobs
 from envgrad.algorithms.credit import training_samples
 from envgrad.config.sampler_ratio import SamplerRatioFields
+from envgrad.distributed.dealing import share_of, shares_of
+from envgrad.distributed.gathering import gather_tensors
 from envgrad.logprobs import PolicyOutputs, policy_logprobs
 from envgrad.losses import entropy_threshold, importance_correction
 from envgrad.packing import Batch, MicroBatch, PackMode, pack
 from envgrad.training.flops import wait_for
-from envgrad.training.model import Reference
+from envgrad.training.inputs import UserInputs
+from envgrad.training.model import Reference, has_dropout, is_half_precision
 from envgrad.types import Group
 
 if TYPE_CHECKING:
     from envgrad.training.trainer import RolloutTrainer
+
+
+_PASSED = ("old_logprobs", "ref_logprobs", "importance")
+"""what a pass fills in of a micro-batch"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +42,19 @@ class Preparation:
     reference: Reference | None
     recompute_old: bool
     """the sampler's log-probs are not those of training: active dropout, autocast, half precision"""
+
+    @classmethod
+    def of(cls, trainer: RolloutTrainer, model: nn.Module, inputs: UserInputs) -> Preparation:
+        """What a trainer needs; made behind ``Trainer``'s own construction, which puts the model on its device."""
+        algorithm, args = trainer.algorithm, trainer.args
+        inexact = args.bf16 or args.fp16 or is_half_precision(model)
+        asked = inputs.rollout_func is not None or trainer.user_args.recompute_old_logprobs
+        needs_reference = algorithm.needs_reference or algorithm.credit_reads_reference
+        return cls(
+            trainer=trainer,
+            reference=Reference(model) if needs_reference else None,
+            recompute_old=has_dropout(model) or inexact or asked,
+        )
 
     @property
     def recomputes(self) -> bool:
@@ -47,13 +68,37 @@ class Preparation:
         if not (algorithm.needs_reference or self.recomputes or selects):
             return batch
         device = self.trainer.args.device
-        passed = [self._micro_batch(packed.to(device)) for packed in batch.micro_batches]
+        passed = self._of_all(batch, [self._micro_batch(packed.to(device)) for packed in self._own(batch)])
         micro_batches = [packed for packed, _ in passed]
         if selects:
             entropies = [entropy for _, entropy in passed if entropy is not None]
             micro_batches = select_top_entropy(micro_batches, entropies, algorithm.top_entropy_quantile)
         wait_for(device)  # so that its time is its own, not the next phase's
         return replace(batch, micro_batches=tuple(micro_batches))
+
+    def _own(self, batch: Batch) -> Sequence[MicroBatch]:
+        """What this process passes: with padding, so that all make as many forwards."""
+        ranks = self.trainer.ranks
+        return share_of(batch, ranks.rank, ranks.size).micro_batches
+
+    def _of_all(
+        self, batch: Batch, passed: Sequence[tuple[MicroBatch, torch.Tensor | None]]
+    ) -> Sequence[tuple[MicroBatch, torch.Tensor | None]]:
+        """What all processes have passed, in the batch's order."""
+        ranks, device = self.trainer.ranks, self.trainer.args.device
+        if ranks.size == 1:
+            return passed
+        own: dict[str, torch.Tensor] = {}
+        for index, (packed, entropy) in zip(shares_of(batch, ranks.size)[ranks.rank], passed, strict=False):
+            found = {name: getattr(packed, name) for name in _PASSED} | {"entropy": entropy}
+            own |= {f"{index}/{name}": tensor for name, tensor in found.items() if tensor is not None}
+        every = {name: tensor.to(device) for name, tensor in gather_tensors(ranks, own).items()}
+        result = []
+        for index, packed in enumerate(batch.micro_batches):
+            filled = {name: every.get(f"{index}/{name}") for name in _PASSED}
+            changes: dict[str, Any] = {name: tensor for name, tensor in filled.items() if tensor is not None}
+            result.append((replace(packed.to(device), **changes), every.get(f"{index}/entropy")))
+        return result
 
     @torch.no_grad()
     def _micro_batch(self, packed: MicroBatch) -> tuple[MicroBatch, torch.Tensor | None]:
@@ -65,6 +110,8 @@ class Preparation:
         if not (self.recomputes or selects):
             return packed, None
         model: nn.Module = trainer.model_wrapped
+        if isinstance(model, DistributedDataParallel):  # gradients alone are its business
+            model = model.module
         model.eval()
         with trainer.compute_loss_context_manager():
             outputs = policy_logprobs(
@@ -104,13 +151,14 @@ class Preparation:
         episodes = [episode for group in groups for episode in group.episodes if episode.num_sampled_tokens]
         samples = [sample for episode in episodes for sample in training_samples(episode, 0.0)]
         batch = pack(samples, [1.0] * len(samples), max_tokens=max_tokens, mode=mode)
-        rows: dict[int, tuple[float, ...]] = {}
-        for packed in batch.micro_batches:
+        passed: dict[str, torch.Tensor] = {}
+        for packed in self._own(batch):
             moved = packed.to(self.trainer.args.device)
             moved = moved if temperature is None else moved.at_temperature(temperature)
             logprobs, owner = self._of_reference(self.reference, moved).cpu(), packed.sample_index
-            for number, index in enumerate(packed.samples):
-                rows[index] = tuple(logprobs[owner == number].tolist())
+            passed |= {str(index): logprobs[owner == number] for number, index in enumerate(packed.samples)}
+        every = gather_tensors(self.trainer.ranks, passed)
+        rows = {int(index): tuple(logprobs.tolist()) for index, logprobs in every.items()}
         found: dict[EpisodeKey, tuple[float, ...]] = {}
         for index, sample in enumerate(samples):  # an episode's rows follow one another
             if sample.episode is None:

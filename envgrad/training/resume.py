@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from envgrad.algorithms.base import Algorithm
 from envgrad.config import RolloutConfig
+from envgrad.distributed.gathering import gather_lists
 from envgrad.environments.tasks import TaskStream
 from envgrad.rollout.runner import Round
 from envgrad.training.checkpoint import AtomicCheckpoints
@@ -47,10 +48,17 @@ class ResumingTrainer(AtomicCheckpoints):
             rounds=RoundsState(tasks=self._tasks.state_dict()) if stream is None else stream.state(),
             algorithm=self.algorithm.state_dict(),
             pending=() if stream is None else tuple(stream.pending),
-            environments=self.rollouts.environment_states(),
+            environments=self._environment_states(),
             unlogged=self._averages.state_dict(),
             shape=run_shape(self.user_args, self.algorithm),
         )
+
+    def _environment_states(self) -> dict[str, list[object]]:
+        """Of all processes; one entry where all say the same."""
+        found = gather_lists(self.ranks, self.rollouts.environment_states())
+        return {
+            name: states[:1] if all(one == states[0] for one in states) else states for name, states in found.items()
+        }
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """A round that a signal cut off from its first step was played: it is counted here, not when it comes back."""
@@ -81,7 +89,10 @@ class ResumingTrainer(AtomicCheckpoints):
         state = state if checkpoint is None else read_state(Path(checkpoint), self._tasks, shape)
         self.algorithm.load_state_dict(state.algorithm)
         self._averages.load_state_dict(state.unlogged)
-        self.rollouts.restore_environments(state.environments)
+        rank, size = self.ranks.rank, self.ranks.size
+        self.rollouts.restore_environments(
+            {name: states[rank::size] or states[-1:] for name, states in state.environments.items()}
+        )
         if self._stream is not None:
             self._stream.rounds.restore(state.rounds)
             self._stream.pending.extend(state.pending)

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from envgrad.config import RolloutConfig
 from envgrad.config.mixture import EnvironmentOptions
 from envgrad.cores import is_small
+from envgrad.distributed.absent import AbsentSampler
+from envgrad.distributed.sharded import WholeWeights, here, is_cut
 from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import EnvironmentSpec, inspect_environment
 from envgrad.environments.isolation import Isolation
@@ -33,6 +35,7 @@ from envgrad.sampling.vllm import VLLMSampler
 from envgrad.training.inputs import UserInputs
 from envgrad.training.model import Policy
 from envgrad.training.plan import RolloutPlan
+from envgrad.training.together import cuts_weights, shared_waves, with_absent
 from envgrad.training.vllm import make_vllm_sampler
 from envgrad.training.weights import adapter_weights, frozen_copy, module_weights, policy_weights
 
@@ -75,10 +78,14 @@ class Rollouts(RolloutPlan):
         self._served: tuple[object, ...] = ()
         self._copy: PreTrainedModel | None = None
         self.activity = Activity()
+        self.installing: int | None = None
+        """the version whose weights the sampler is taking over now"""
         self._told: list[str] = []
         self.tally = Tally()
         """what went wrong in training, from the trainer's construction on"""
         self._agents: AgentHost | None = None
+        self.waves = None if trainer is None else shared_waves(trainer, config)
+        """who plays with this process"""
         super().__init__(policy, config, inputs, trainer)
 
     # -- life
@@ -111,7 +118,8 @@ class Rollouts(RolloutPlan):
         undo.callback(self._close_unused)
         sizes = {config.num_generations, config.num_generations_eval or 1}
         sizes |= {options.num_generations for options in self.options.values()}
-        sampler = self._make_sampler(max(self._concurrency(), *sizes))
+        make = partial(self._make_sampler, max(self._concurrency(), *sizes))
+        sampler = make() if self._trainer is None else with_absent(self._trainer, make)
         undo.callback(sampler.close)
         if config.sampler == "process":  # it has started with the weights of now
             self._served = self._stamp()
@@ -140,6 +148,7 @@ class Rollouts(RolloutPlan):
             in_waves=config.deterministic,
             activity=self.activity,
             tally=self.tally,
+            waves=self.waves,
         )
         return _Open(sampler=sampler, runner=runner)
 
@@ -179,11 +188,16 @@ class Rollouts(RolloutPlan):
 
     def _sampled_module(self) -> PreTrainedModel:
         """The trainer's module, or, where sampling goes on beside training, a copy with weights of its own."""
-        if not self.config.asynchronous:
+        if not self.config.asynchronous and not self._is_cut:
             return self.policy.base
         if self._copy is None:
             self._copy = frozen_copy(self.policy)
         return self._copy
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether no process has the policy's weights whole, or will not when training begins."""
+        return self._trainer is not None and cuts_weights(self._trainer)
 
     def _make_agent_host(self) -> AgentHost | None:
         """The server that agents ask, if an environment has one; it starts with the first episode."""
@@ -255,14 +269,21 @@ class Rollouts(RolloutPlan):
 
     def _serve(self, sampler: Sampler, version: int) -> None:
         served = self._stamp()
-        sampler.update_weights(version, self._tensors_for(sampler))
+        weights = self._tensors_for(sampler)
+        if weights is not None and self._is_cut and is_cut(weights):
+            weights = {name: tensor.clone() for name, tensor in WholeWeights(weights).items()}
+        self.installing = version
+        try:
+            sampler.update_weights(version, weights)
+        finally:
+            self.installing = None
         self._served = served
 
     def _stamp(self) -> tuple[object, ...]:
         """Differs from an earlier one where weights were replaced, or written to by anything but a fused optimizer."""
         if self._policy is None:
             return ()
-        weights = self._policy.base.parameters()
+        weights = [here(one) for one in self._policy.base.parameters()]
         return tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights)
 
     def _tell(self) -> None:
@@ -276,7 +297,7 @@ class Rollouts(RolloutPlan):
         """What the sampler is given of the policy: nothing if it reads the trainer's module itself."""
         if self._policy is None:
             return None
-        if isinstance(sampler, VLLMSampler) and sampler.takes_adapters:
+        if isinstance(sampler, (VLLMSampler, AbsentSampler)) and sampler.takes_adapters:
             return adapter_weights(self._policy)
         if self.config.sampler == "local":
             return module_weights(self._policy) if self._copy is not None else None

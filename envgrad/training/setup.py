@@ -9,16 +9,18 @@ from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
-from transformers.trainer_utils import SaveStrategy, SchedulerType
+from transformers.trainer_utils import SchedulerType
 
 from envgrad.algorithms.base import Algorithm
 from envgrad.attention import use_envgrad_attention
 from envgrad.config import RolloutConfig
+from envgrad.config.reporting import best_metric_name
 from envgrad.environments.spec import EnvironmentSpec
 from envgrad.errors import ConfigurationError
 from envgrad.logprobs import check_packed_forward
 from envgrad.packing import PackMode
 from envgrad.rollout.runner import DynamicSampling
+from envgrad.training.best import chooses_best
 from envgrad.training.clock import planned_steps
 from envgrad.training.producer import BufferedRounds
 from envgrad.training.rounds import InlineRounds, RoundPlan, RoundSource, teaches
@@ -53,9 +55,10 @@ def loop_args(config: RolloutConfig, epoch_length: int | None) -> RolloutConfig:
     args.ignore_data_skip = True
     args.logging_nan_inf_filter = False
     on_plateau = config.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-    has_best = config.load_best_model_at_end or config.save_strategy == SaveStrategy.BEST or on_plateau
-    if has_best and config.metric_for_best_model in (None, "loss"):
+    if chooses_best(config) and config.metric_for_best_model in (None, "loss"):
         args.metric_for_best_model, args.greater_is_better = "eval_reward", True
+    elif config.metric_for_best_model is not None:  # transformers looks for eval_reward, not for eval/reward
+        args.metric_for_best_model = best_metric_name(config.metric_for_best_model)
     if on_plateau:
         mode = {"mode": "max" if args.greater_is_better else "min"}
         args.lr_scheduler_kwargs = mode | dict(config.lr_scheduler_kwargs or {})

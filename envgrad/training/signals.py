@@ -10,6 +10,9 @@
     second signal  the process ends by it, wherever it is
 
 SIGINT is raised as ``KeyboardInterrupt``, SIGTERM as ``Terminated``, a ``SystemExit`` with code 143.
+
+Where a run has several processes, a signal that comes to one of them stops all, at the same place: while rollouts are
+played, or behind an optimizer step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
@@ -26,6 +30,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers.trainer_utils import SaveStrategy
 
+from envgrad.errors import StoppedTogether
 from envgrad.training.checkpoint import AtomicCheckpoints
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
@@ -46,6 +51,10 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
+ECHO_SECONDS = 2.0
+"""in which a launcher may pass on a signal that the process has got already"""
+
+
 class StopSignals:
     """A context in which SIGINT and SIGTERM stop in order; handlers are put back as they were behind it.
 
@@ -54,6 +63,11 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
+        self.together = False
+        """whether a signal waits until all processes of the run have agreed on it (``tell``)"""
+        self.told: signal.Signals | None = None
+        """the signal that all have agreed on"""
+        self._arrived_at = 0.0
         self.arrived: signal.Signals | None = None
         """the first signal of this context"""
         self._delivered = False
@@ -64,21 +78,28 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self._entered += 1
         if self._entered == 1:
-            self.arrived, self._delivered, self._held = None, False, 0
+            self.arrived, self.told, self._delivered, self._held = None, None, False, 0
             if threading.current_thread() is threading.main_thread():
                 ours = [one for one, default in _SIGNALS.items() if signal.getsignal(one) is default]
                 self._before = {one: signal.signal(one, self._handle) for one in ours}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._entered -= 1
         if self._entered:
             return
         before, self._before, self._held = self._before, {}, 0
         for one, handler in before.items():
             signal.signal(one, handler)
+        if isinstance(error, StoppedTogether):
+            raise _exception_of(signal.Signals(error.signal)) from error
         if kind is None:
+            self.told = self.told or self.arrived  # nobody waits for this process any more
             self._deliver()
+
+    def tell(self, number: int) -> None:
+        """All processes have agreed to stop by this signal; it is raised where signals are."""
+        self.told = signal.Signals(number)
 
     def hold(self) -> None:
         """From here on a signal waits, until as many calls of ``release``.
@@ -115,18 +136,25 @@ class StopSignals:
         self._delivered = True
 
     def _deliver(self) -> None:
-        if self.arrived is not None and not self._delivered:
-            raise KeyboardInterrupt if self.arrived == signal.SIGINT else Terminated
+        number = self.told if self.together else self.arrived
+        if number is not None and not self._delivered:
+            raise _exception_of(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.arrived is not None:
+            if self.together and time.monotonic() - self._arrived_at < ECHO_SECONDS:
+                return
             _abort(signal.Signals(number))
-        self.arrived = signal.Signals(number)
+        self.arrived, self._arrived_at = signal.Signals(number), time.monotonic()
         # Neither logging nor print: this may run in the middle of either.
         os.write(2, f"\n{name}: saving and closing; once more ends the process at once\n".encode())
         if not self._held:
             self._deliver()
+
+
+def _exception_of(number: signal.Signals) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
 
 
 def _abort(number: signal.Signals) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from envgrad.algorithms.base import Algorithm, EpisodeKey, ReferenceLogprobs
 from envgrad.algorithms.credit import with_parts
 from envgrad.algorithms.demonstrations import Reprompted
+from envgrad.distributed.dealing import limit_for
 from envgrad.packing import Batch, PackMode, pack
 from envgrad.rollout.group import GroupPolicy
 from envgrad.rollout.runner import Round
@@ -56,6 +57,8 @@ class StepStream:
     """what a round's batches need before its first update: old and reference log-probs"""
     preferred_tokens: int | None = None
     """what ``pack`` gathers groups up to"""
+    ranks: int = 1
+    """processes that share a step's micro-batches"""
     temperatures: Mapping[str, float] = field(default_factory=dict)
     """environments that are sampled at a temperature of their own"""
     reprompt: Callable[[Sequence[Group], Sequence[TrainingSample]], Reprompted] | None = None
@@ -136,6 +139,10 @@ class StepStream:
         totals = self.algorithm.totals(samples)
         weights = self.algorithm.weights(samples, totals)
         own = [temperatures[sample.group] for sample in samples]
+        limit, preferred = self.max_tokens, self.preferred_tokens
+        if self.ranks > 1:
+            limit = limit_for(samples, self.ranks, limit)
+            preferred = limit if preferred is None else min(preferred, limit)
         parts = []
         for temperature in dict.fromkeys(own) or (None,):
             part = pack(
@@ -143,8 +150,8 @@ class StepStream:
                 # Weight 0 leaves a sample out, and keeps its number.
                 [weight if at == temperature else 0.0 for weight, at in zip(weights, own, strict=True)],
                 totals=totals,
-                max_tokens=self.max_tokens,
-                preferred_tokens=self.preferred_tokens,
+                max_tokens=limit,
+                preferred_tokens=preferred,
                 mode=self.pack_mode,
                 skip_zero_advantages=self.algorithm.skips_zero_advantages,
             )

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_utils import IntervalStrategy, TrainOutput
 
 from envgrad.algorithms.base import Algorithm
-from envgrad.algorithms.grpo import GRPO
-from envgrad.algorithms.rloo import RLOO
 from envgrad.config import RolloutConfig, round_size
 from envgrad.config.mixture import own_temperatures
-from envgrad.errors import ConfigurationError, EpisodeLogError, NonFiniteError, SamplerDied, TooManyFailures
-from envgrad.logprobs import install_policy_forward, policy_logprobs
-from envgrad.losses import LossInputs, LossOutputs, Metric, merge_metrics
-from envgrad.packing import TOKENS_ON_CPU, MicroBatch
+from envgrad.distributed.dealing import share_of
+from envgrad.distributed.ranks import Leaving
+from envgrad.errors import ConfigurationError
+from envgrad.logprobs import install_policy_forward
+from envgrad.losses import LossOutputs, merge_metrics
+from envgrad.packing import TOKENS_ON_CPU
 from envgrad.rollout.runner import Round
+from envgrad.training.best import BestModelTrainer, check_best_metric
 from envgrad.training.clock import ClockCallback, planned_groups
 from envgrad.training.completions import completion_log
 from envgrad.training.episode_log import round_credit, trainer_log
 from envgrad.training.evaluating import EvaluatingTrainer
-from envgrad.training.guards import Guard, GuardedTrainer
+from envgrad.training.guards import Guard
 from envgrad.training.inputs import UserInputs
 from envgrad.training.metrics import MetricAverages, round_metrics
-from envgrad.training.model import Reference, has_dropout, is_half_precision, load_policy
-from envgrad.training.passes import passes_one_by_one, passes_side_by_side, side_by_side_fits
+from envgrad.training.model import load_policy
 from envgrad.training.phases import phase_report, phase_shares, training_flops
 from envgrad.training.prepare import Preparation
+from envgrad.training.publishing import PublishingTrainer
 from envgrad.training.reference import sync_reference
 from envgrad.training.resume import ResumingTrainer
 from envgrad.training.rollouts import Rollouts
@@ -59,14 +59,15 @@ from envgrad.training.setup import (
     shared_threads,
     warn_of_chance,
 )
-from envgrad.training.signals import Terminated
+from envgrad.training.step_passes import PassesTrainer
 from envgrad.training.stream import StepItem, StepStream
 from envgrad.training.teacher import Teacher
+from envgrad.training.together import ENDINGS, all_know, check_engine, led
 
 logger = logging.getLogger(__name__)
 
 
-class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer):
+class RolloutTrainer(PassesTrainer, ResumingTrainer, BestModelTrainer, EvaluatingTrainer, PublishingTrainer, Trainer):
     """Trains a policy on what its environments play. Use ``GRPOTrainer`` and its kin, or pass an ``algorithm``.
 
     Args:
@@ -99,8 +100,7 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        if args.world_size > 1:
-            raise ConfigurationError(f"{args.world_size} processes were started; this version trains in one process")
+        self.join(args)
         set_seed(args.seed)  # before the model: adapters are initialised at random
         policy = load_policy(model, processing_class, args, peft_config, quantization_config)
         self.algorithm = algorithm
@@ -117,6 +117,7 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
             install_policy_forward(policy.base)
             self.pack_mode = pack_mode_of(policy.base)
             check_attention(args, self.pack_mode)
+            check_best_metric(args, self.rollouts)
             use_cache = policy.base.config.use_cache
             super().__init__(
                 model=policy.model,
@@ -125,17 +126,7 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
                 callbacks=list(callbacks),
                 optimizers=optimizers,
             )
-            inexact = self.args.bf16 or self.args.fp16 or is_half_precision(policy.model)
-            needs_reference = algorithm.needs_reference or algorithm.credit_reads_reference
-            self.preparation = Preparation(
-                trainer=self,
-                # Behind Trainer, which puts the model on its device.
-                reference=Reference(policy.model) if needs_reference else None,
-                recompute_old=has_dropout(policy.model)
-                or inexact
-                or inputs.rollout_func is not None
-                or args.recompute_old_logprobs,
-            )
+            self.preparation = Preparation.of(self, policy.model, inputs)
             self.teacher = self._teacher(policy.model)
             self._sync_reference = sync_reference(args, self.preparation.reference)
             if self._sync_reference is not None:
@@ -144,10 +135,11 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
             undo.pop_all()
         self._phases = phase_report(policy.base, self.args, self._averages.add)
         self.add_callback(self._phases)
-        self.guard = Guard(self.accelerator, policy.model, args.on_nonfinite, self._averages.add)
+        check_engine(self)
+        self.guard = Guard(self.accelerator, policy.model, args.on_nonfinite, self._averages.add, self.meet)
         self.add_callback(self.guard)
         self.episode_log = trainer_log(self)
-        self.completion_log = completion_log(args, self.args.report_to)
+        self.completion_log = completion_log(args, self.args.report_to) if not self.ranks.rank else None
         self.last_round: Round | None = None
         self._told_of_nothing = False
         self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks, self._unused_tasks))
@@ -178,13 +170,23 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
             EpisodeLogError: the episode log could not be written.
             KeyboardInterrupt, Terminated: SIGINT or SIGTERM came (``training.signals``).
 
-        Before one of these a checkpoint is saved, unless ``save_strategy="no"`` or no step was made.
+        Before one of these a checkpoint is saved, unless ``save_strategy="no"`` or no step was made. Of several
+        processes all save, where the error or signal is known to all of them; ``RankFailed`` is what the others raise
+        where it is not.
         """
-        with self.signals, shared_threads(self.user_args), self.rollouts.open(), self.logged_episodes():
+        with (
+            Leaving(self.ranks),
+            self.signals,
+            self.trackers.open(),
+            shared_threads(self.user_args),
+            self.rollouts.open(),
+            self.logged_episodes(),
+        ):
             try:
                 return super().train(*args, **kwargs)
-            except (TooManyFailures, SamplerDied, NonFiniteError, EpisodeLogError, KeyboardInterrupt, Terminated):
-                self.save_on_the_way_out()
+            except ENDINGS as error:
+                if all_know(self, error):
+                    self.save_on_the_way_out()
                 raise
             finally:
                 self.signals.hold()
@@ -206,13 +208,14 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
                 dynamic=dynamic_sampling(config, self.algorithm),
             )
             self._stream = StepStream(
-                rounds=round_source(config, plan, self._rounds_left),
+                rounds=led(self, plan, lambda: round_source(config, plan, self._rounds_left)),
                 policy=policy,
                 algorithm=self.algorithm,
                 episodes_per_step=config.episodes_per_step,
                 num_iterations=config.num_iterations,
                 max_tokens=config.max_tokens_per_microbatch,
                 preferred_tokens=TOKENS_ON_CPU if self.args.device.type == "cpu" else None,
+                ranks=self.ranks.size,
                 pack_mode=self.pack_mode,
                 prepare=self.preparation,
                 temperatures=own_temperatures(config),
@@ -261,20 +264,22 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
             if self.episode_log is not None:
                 credit = round_credit(items, recomputed=self.preparation.recomputes)
                 self.episode_log.write(inputs.played, step=self.state.global_step, credit=credit)
-            if self.completion_log is not None:
-                samples = [sample for item in items for sample in item.batch.samples]
-                self.completion_log.record(inputs.played, samples)
+            self.record_for_logs(inputs.played, items)
         self._phases.recorded()
         model.train()
         # With nothing to learn from there is no backward: weights and optimizer state stay; the step counts.
         loss = torch.zeros((), device=self.args.device)
-        parts: list[Mapping[str, Metric]] = []
+        parts = self.outputs = []
+        own = share_of(inputs.batch, self.ranks.rank, self.ranks.size)
         self.guard.begin()
-        for outputs in self._passes(model, inputs):
+        for outputs in self._passes(model, inputs, own):
             loss += outputs.loss.detach()
-            parts.append(outputs.metrics)
-        made = self.guard.allows(inputs.batch, self.state.global_step + 1, self.algorithm)
-        metrics = merge_metrics(parts) if made else {}  # of no update there is nothing to tell
+            parts.append(LossOutputs(loss=outputs.loss.detach(), metrics=outputs.metrics))
+        made = self.guard.allows(own, self.state.global_step + 1, self.algorithm)
+        metrics = merge_metrics(one.metrics for one in parts)
+        if self.met is not None:
+            loss, metrics = torch.full_like(loss, self.met.loss), dict(self.met.metrics)
+        metrics = metrics if made else {}  # of no update there is nothing to tell
         self._phases.trained()
         if not made:
             loss = torch.zeros_like(loss)
@@ -293,36 +298,6 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
             | ({} if self.teacher is None else {"tokens/teacher": float(inputs.batch.num_teacher_tokens)})
         )
         return loss
-
-    def _passes(self, model: nn.Module, inputs: StepItem) -> Iterator[LossOutputs]:
-        """Forward and backward. Between two micro-batches a signal is raised, and the step given back."""
-        micro_batches, forward = inputs.batch.micro_batches, partial(self._forward_loss, model)
-        if len(micro_batches) > 1 and torch.get_num_threads() > 1 and self._side_by_side(model):
-            trained = [one for one in model.parameters() if one.requires_grad]
-            passes = passes_side_by_side(micro_batches, forward, trained, torch.get_num_threads())
-        else:
-            passes = passes_one_by_one(micro_batches, forward, self.accelerator)
-        with contextlib.closing(passes):
-            for _ in micro_batches:
-                if self.signals.arrived is not None and self._stream is not None:  # no weight has changed yet
-                    passes.close()
-                    self._stream.pending.appendleft(inputs)
-                    self.signals.release()
-                yield next(passes)
-
-    def _side_by_side(self, model: nn.Module) -> bool:
-        ours = type(self.algorithm) in (GRPO, RLOO) and self.teacher is None  # their loss keeps no state
-        return ours and self.accelerator.scaler is None and side_by_side_fits(model, self.rollouts.policy.base)
-
-    def _forward_loss(self, model: nn.Module, packed: MicroBatch) -> LossOutputs:
-        """One micro-batch's share of the loss."""
-        temperature, entropy = self.user_args.temperature, self.algorithm.entropy
-        signal = None if self.teacher is None else self.teacher.signal(packed)
-        with self.compute_loss_context_manager():
-            outputs = policy_logprobs(model, packed, temperature=temperature, entropy=entropy, teacher=signal)
-            found = self.algorithm.loss(LossInputs.of(packed, outputs))
-        self.guard.seen(packed, outputs.logprobs, found.loss)
-        return found
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Not used here.
@@ -354,12 +329,13 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
         if self.episode_log is not None:
             numbers = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
             self.episode_log.metrics(self.state.global_step, numbers)
-        if self.completion_log is not None and "loss" in logs:
-            self.completion_log.show(self.state.global_step)
+        self.show_for_logs(logs)
 
     def floating_point_ops(self, inputs: StepItem) -> int:
         """Of a step's forward and backward (``flops``); 0 for a model whose configuration does not tell."""
-        return 0 if self._phases.cost is None else training_flops(inputs, self._phases.cost)
+        if self._phases.cost is None:
+            return 0
+        return training_flops(inputs, self._phases.cost) // self.ranks.size  # Trainer adds up all processes' part
 
     # -- evaluation and checkpoints
 
@@ -371,4 +347,5 @@ class RolloutTrainer(GuardedTrainer, ResumingTrainer, EvaluatingTrainer, Trainer
 
     def close(self) -> None:
         """Close what construction opened. ``train`` and ``evaluate`` close what they open by themselves."""
+        self.trackers.close()
         self.rollouts.close()

@@ -113,6 +113,19 @@ def test_a_reporter_with_tables_gets_one_row_of_each_prompt(tmp_path, monkeypatc
     assert table["advantage"].tolist()[0] == 2.0 and len(table) == 2
 
 
+def test_a_reporter_that_fails_is_named_once_and_the_table_is_shown_all_the_same(tmp_path, monkeypatch, caplog):
+    def refuse(entry):
+        raise ConnectionError("no way there")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Table=lambda dataframe: dataframe, log=refuse))
+    shown = log(tmp_path, reporters=("trackio",))
+    shown.record(*two_groups())
+    for step in (1, 2):
+        shown.show(step)
+    assert sum("no way there" in one.getMessage() for one in caplog.records) == 1
+    assert "Step 2" in shown.console.file.getvalue()
+
+
 def test_nothing_is_shown_before_a_round(tmp_path):
     shown = log(tmp_path / "none")
     shown.show(1)

@@ -15,6 +15,7 @@ from envgrad.evaluation.summary import summarize
 from envgrad.rollout.runner import Round
 from envgrad.sampling import endpoint_http
 from envgrad.sampling.endpoint import Endpoint
+from envgrad.sampling.scripted import ScriptedSampler
 from envgrad.training.evaluation import EndpointRollouts, eval_tasks, local_rollouts, play_evaluation
 from envgrad.training.inputs import UserInputs
 from envgrad.training.trainers import GRPOTrainer
@@ -22,6 +23,7 @@ from envgrad.types import StopReason
 from helpers.chat_server import Answer, ChatServer, chat_server, message
 from helpers.models import Letters, tiny_llama, tokenizer_of
 from helpers.models import config as training_config
+from helpers.trainers import script
 from helpers.world import Counter
 
 
@@ -335,3 +337,25 @@ def test_a_trainer_s_evaluation_plays_each_finite_task_once_and_replaces_none(tm
     assert (metrics["eval_tasks"], metrics["eval_tasks/unscored"]) == (3, 1)
     assert [len(group.episodes) for group in trainer.play_eval().groups] == [2, 2]
     assert len(Task.played) == 12
+
+
+def test_the_long_work_of_now_is_told_to_displays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str | None] = []
+    update = ScriptedSampler.update_weights
+
+    def watched(sampler: ScriptedSampler, version: int, tensors: Any) -> None:
+        told.append(trainer.doing)
+        update(sampler, version, tensors)
+
+    class Watching(Letters):
+        def reset(self, seed: int) -> str:
+            told.append(trainer.doing)
+            return super().reset(seed)
+
+    monkeypatch.setattr(ScriptedSampler, "update_weights", watched)
+    script(monkeypatch, lambda *_: [5, 2])
+    trainer = GRPOTrainer(tiny_llama(), args=training_config(tmp_path, eval_tasks=3, max_concurrent_episodes=4),
+                          environment_factory=Watching, processing_class=tokenizer_of())  # fmt: skip
+    trainer.evaluate()
+    assert told[0] == "installing weights of step 0" and trainer.doing is None
+    assert {"evaluating, 0 of 3 tasks"} <= set(told[1:]) <= {f"evaluating, {n} of 3 tasks" for n in range(3)}

@@ -72,8 +72,6 @@ def test_what_cannot_act_or_cross_is_refused_at_construction(tmp_path: Path) -> 
 
     with pytest.raises(EnvironmentContractError, match="Judged has group_reward"):
         Kind("RLOO").make(tmp_path, environment_factory=Judged, options=process)
-    with pytest.raises(ConfigurationError, match="environment_executor='ray' does not exist yet"):
-        Kind("SDPO").config(tmp_path, environment_executor="ray")
 
 
 def test_a_trainer_that_is_evaluated_behind_its_training_starts_its_processes_anew(tmp_path: Path) -> None:

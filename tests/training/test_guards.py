@@ -124,7 +124,7 @@ def in_loss(trainer, monkeypatch):
 
 def in_policy(trainer, monkeypatch):
     """A NaN log-prob of one token of one micro-batch."""
-    from envgrad.training import trainer as module
+    from envgrad.training import step_passes as module
 
     plain = module.policy_logprobs
 

@@ -14,7 +14,7 @@ from torch import nn
 from envgrad import GRPOTrainer, custom
 from envgrad.logprobs import install_policy_forward
 from envgrad.losses import LossOutputs
-from envgrad.training import trainer as trainer_module
+from envgrad.training import step_passes as trainer_module
 from envgrad.training.passes import passes_side_by_side, side_by_side_fits
 from helpers.models import Letters, config, flat, tiny_llama, tokenizer_of, zoo
 

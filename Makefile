@@ -2,6 +2,7 @@
 #   make demo   install and watch the starter model learn from an environment alone
 #   make test   install and run lint, types and all tests
 #   make test-long   runs that are killed twenty times, runs of thousands of steps, 100,000 hostile inputs (an hour or two)
+#   make docs   build the documentation as a site, in build/site
 #   make test-ecosystems   all games and servers of other ecosystems (needs Python 3.12 or later)
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 ECO_PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python),\
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-long test-ecosystems check lint types unit test-vllm bench bench-trl clean help
+.PHONY: demo docs test test-long test-ecosystems check lint types unit test-vllm bench bench-trl clean help
 
 help:
 	@grep -E '^#   make' Makefile | sed 's/^# *//'
@@ -26,7 +27,7 @@ $(VENV)/.made:
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing envgrad (a few minutes: PyTorch is large)"
-	@$(PIP) -e ".[plot]"
+	@$(PIP) -e ".[plot,viewer]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
@@ -54,6 +55,11 @@ JOBS ?= 2
 unit: $(VENV)/.dev $(if $(ECO_PYTHON),$(HARBOR)/.made)
 	OMP_NUM_THREADS=1 ENVGRAD_ECOSYSTEM_PYTHON=$$(ls $(abspath $(HARBOR))/bin/python 2>/dev/null) \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+# Nothing is asked of any other machine, when it is built or read.
+docs: $(VENV)/.dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "built build/site; to read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000"
 
 # What takes long: every trainer killed twenty times and resumed, soaks of 2,000 steps, and all of the fuzzing.
 test-long: export ENVGRAD_LONG := 1

@@ -85,7 +85,7 @@ def with_tables(page: str) -> str:
     """``page`` with its generated parts made anew."""
     for name, table in tables().items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
-        page, count = mark.subn(lambda found, table=table: found[1] + table + found[2], page)
+        page, count = mark.subn(lambda found, table=table: f"{found[1]}\n{table}\n{found[2]}", page)
         if count != 1:
             raise SystemExit(f"{PAGE.name} must have the marks of the part {name!r} once, found {count}")
     return page

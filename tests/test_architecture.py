@@ -46,7 +46,7 @@ FLOW = [
     ],
     ["algorithms"],
     ["config"],
-    ["training", "starter", "compat", "viewer"],
+    ["training", "distributed", "scaling", "starter", "compat", "viewer"],
     ["cli", "__main__"],
 ]
 """Rooms from left to right; a room may import its own, and any room to its left."""
@@ -58,6 +58,7 @@ LIGHT += [
     "episodes",
     "viewer",
     "agents",
+    "scaling",
     "sampling.endpoint",
     "sampling.endpoint_chat",
     "sampling.endpoint_http",

@@ -23,6 +23,8 @@ EXCEPTIONS = {
     ("environments/executors/hosts.py", "pickle"): "writes the user's factory for its own child process",
     ("environments/remote/wire.py", "pickle"): "the child reads what its own parent sent over their socket pair",
     ("environments/remote/server.py", "pickle"): "the same, for the factory",
+    # Processes of one run give each other what they have played, over the process group that their launcher made.
+    ("distributed/wire.py", "pickle"): "a rank reads what the other ranks of its own run wrote",
     # check_environment looks whether an instance of the user's could be pickled, and reads back its own bytes.
     ("environments/check/forks.py", "pickle"): "a round trip within one function",
 }

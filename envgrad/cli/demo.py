@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from envgrad.cli.results import fresh_folder, save_results, show_next, show_places, show_plot
+from envgrad.cli.results import fresh_folder, save_results, show_next, show_places, show_plot, show_view
 from envgrad.cli.transcript import headline, transcript
 from envgrad.starter.compass import HELD_OUT, TASKS, Baselines, Compass, baselines
 
@@ -128,6 +128,7 @@ def _demo(console: Console, folder: Path, *, seed: int, steps: int, live: bool) 
     title = "GRPO: starter on Compass"
     places |= show_plot(console, display.figures, folder / "reward.png", title=title, references=references)
     show_places(console, places)
+    show_view(console, folder, places)
     _show_next(console, places["model"])
 
 

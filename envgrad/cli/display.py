@@ -19,6 +19,7 @@ from envgrad.cli.figures import RunFigures
 from envgrad.cli.text import bars_for, clock, figure, printable, sparkline
 from envgrad.cli.transcript import headline, transcript
 from envgrad.rollout.runner import Round
+from envgrad.training.run_facts import final_figures
 from envgrad.types import Episode
 
 SAMPLE_SECONDS = 4.0
@@ -31,6 +32,9 @@ class PlaysRounds(Protocol):
 
     @property
     def last_round(self) -> Round | None: ...
+
+    @property
+    def doing(self) -> str | None: ...
 
 
 class RunDisplay(TrainerCallback):
@@ -134,7 +138,8 @@ class RunDisplay(TrainerCallback):
     ) -> None:
         self._evaluation = dict(metrics or {})
         if not self.live:
-            self.console.print(f"evaluation at step {state.global_step}  {self._evaluation_text()}", markup=False)
+            line = f"evaluation at step {state.global_step}  {self._evaluation_text()}"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self.figures.pause_over()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -182,8 +187,15 @@ class RunDisplay(TrainerCallback):
         return f"failures {failures.total()}{kinds}{dropped}"
 
     def _evaluation_text(self) -> str:
-        names = [name for name in self._evaluation if name.startswith("eval_reward")]
-        return "  ".join(f"{printable(name)} {self._evaluation[name]:.3f}" for name in names)
+        """Rewards and pass@k, each with half of its 95% interval if it is known; per environment and dataset too."""
+        found = final_figures([self._evaluation])
+        words = []
+        for name, value in found.items():
+            head, slash, environment = name.partition("/")
+            if not head.endswith("_ci95"):
+                half = found.get(f"{head}_ci95{slash}{environment}")
+                words.append(f"{printable(name)} {value:.3f}" + (f" +- {half:.3f}" if half else ""))
+        return "  ".join(words)
 
     # -- live
 
@@ -200,6 +212,7 @@ class RunDisplay(TrainerCallback):
 
     def render(self) -> RenderableType:
         """What is shown now."""
+        self._choose_sample()  # in a long step too
         parts: list[RenderableType] = [self._head(), self._rewards(), self._pace()]
         if self._sample is not None:
             room = self.console.height - 15 - len(self.figures.by_environment)
@@ -213,7 +226,8 @@ class RunDisplay(TrainerCallback):
             total=max(figures.max_steps, 1), completed=figures.step, width=max(8, self.console.width // 4)
         )
         left = f"{clock(figures.eta())} left" if figures.step < figures.max_steps else ""
-        doing = figures.phase if figures.phase == "done" else f"{figures.phase} {clock(figures.in_phase())}"
+        beside = None if self._trainer is None else self._trainer.doing
+        doing = figures.phase if figures.phase == "done" else f"{beside or figures.phase} {clock(figures.in_phase())}"
         grid = Table.grid(padding=(0, 2))
         grid.add_row(Text(f"step {figures.step}/{figures.max_steps or '?'}"), bar, Text(left), Text(doing, style="dim"))
         return Group(Text(self._title, style="bold"), grid)
@@ -232,9 +246,11 @@ class RunDisplay(TrainerCallback):
             grid.add_row(
                 Text(name, style="bold"), Text(last, style="bold green"), Text(curve, style="green"), Text(first)
             )
-        if self._evaluation:
-            grid.add_row(Text("evaluation", style="bold"), Text(self._evaluation_text()))
-        return grid
+        if not self._evaluation:
+            return grid
+        evaluation = Table.grid(padding=(0, 2))  # of its own: its long text would push the curves aside
+        evaluation.add_row(Text("evaluation", style="bold"), Text(self._evaluation_text()))
+        return Group(grid, evaluation)
 
     def _pace(self) -> RenderableType:
         figures = self.figures

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from envgrad import __version__
+from envgrad.cli.plan_command import PLAN_EXAMPLE, plan
 from envgrad.errors import ConfigurationError
 
 app = typer.Typer(
@@ -150,8 +151,8 @@ def evaluate(
 ) -> None:
     """Measure a model in environments: reward, pass@k, intervals, ends, tokens and cost. Nothing is trained.
 
-    Sampling, limits and timeouts are options too, named as in `envgrad train`: --temperature 0, --max-turns 8,
-    --max-completion-length 1024, --episode-timeout 60, --max-concurrent-episodes 32, --seed 1, ...
+    Sampling, limits and timeouts are options too, named as in `envgrad train`:
+    --temperature 0, --max-turns 8, --max-completion-length 1024, --seed 1, ...
     """
     from envgrad.cli.eval import EvalRequest, run_eval
     from envgrad.evaluation.cost import Prices
@@ -306,6 +307,9 @@ def bench(
             as_json=as_json,
         )
     )
+
+
+app.command(epilog=PLAN_EXAMPLE)(plan)
 
 
 @app.command(

@@ -84,6 +84,12 @@ def show_places(console: Console, places: Mapping[str, Path]) -> None:
     console.print(grid)
 
 
+def show_view(console: Console, folder: Path, places: Mapping[str, Path]) -> None:
+    """The command that shows a run's episodes, if it has some."""
+    if "episodes" in places:
+        show_next(console, ["view", str(folder)], why="To look at its episodes in the browser")
+
+
 def show_next(console: Console, words: Sequence[str], *, why: str) -> None:
     """A command to try next, ready to be copied: on one line whatever the terminal's width."""
     program = ["envgrad"] if Path(sys.argv[0]).name == "envgrad" else ["python", "-m", "envgrad"]

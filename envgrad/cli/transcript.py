@@ -12,7 +12,7 @@ from rich.text import Text
 from envgrad.cli.text import figure, printable, shorten
 from envgrad.types import Episode, Message
 
-STYLES = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+STYLES = {"system": "magenta", "user": "bright_blue", "assistant": "green", "tool": "yellow"}
 _HEAD = 2
 """messages shown from the beginning where the middle is left out"""
 

@@ -17,6 +17,7 @@ HOSTILE = "[/red][bold]hi[/bold]\x1b[2J\x1b]0;owned\x07"
 @dataclass
 class Player:
     last_round: Round | None = None
+    doing: str | None = None
 
 
 def played(reward: float, environments: tuple[str, ...] = ("grid",)) -> Round:
@@ -143,6 +144,44 @@ def test_the_terminal_is_given_back_on_an_error() -> None:
         assert "\x1b[?25l" in out.file.getvalue()  # type: ignore[attr-defined]  # the cursor is hidden
         raise KeyboardInterrupt
     assert out.file.getvalue().endswith("\x1b[?25h") or "\x1b[?25h" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_names_rewards_intervals_and_every_dataset() -> None:
+    display = RunDisplay("m on e", console=console())
+    metrics = {"eval_reward": 0.75, "eval_reward_ci95": 0.1, "eval_pass@1": 0.5, "eval_pass@1_ci95": 0.0,
+               "eval_reward/a": 1.0, "eval_reward_ci95/a": 0.2, "eval_hard_reward": 0.25, "eval_reward_std": 9.0,
+               "eval_rewards/a/mean": 9.0, "eval_time/rollout": 9.0}  # fmt: skip
+    display.on_evaluate(None, SimpleNamespace(global_step=3), None, metrics=metrics)  # type: ignore[arg-type]
+    assert written(display).strip().split("  ")[1:] == [
+        "eval_reward 0.750 +- 0.100",
+        "eval_pass@1 0.500",
+        "eval_reward/a 1.000 +- 0.200",
+        "eval_hard_reward 0.250",
+    ]
+
+
+@pytest.mark.parametrize("doing", ["evaluating, 3 of 100 tasks", "installing weights of step 7"])
+def test_the_live_view_names_long_work_beside_the_steps(doing: str) -> None:
+    out = console(80, terminal=True)
+    display = RunDisplay("m on e", console=out)
+    display.attach(Player(doing=doing))
+    display.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)  # type: ignore[arg-type]
+    with out.capture() as captured:
+        out.print(display.render())
+    assert doing in " ".join(captured.get().split())
+
+
+def test_samples_rotate_in_a_long_step_too() -> None:
+    out = console(terminal=True)
+    display = RunDisplay("m on e", console=out)
+    run(display, [played(0.0, ("a", "b"))])
+    shown = []
+    for _ in range(2):
+        display._sample_since -= 100
+        with out.capture() as captured:
+            out.print(display.render())
+        shown.append("".join(line for line in captured.get().splitlines() if line.startswith("sample")))
+    assert "a train/0" in shown[1] and "b train/0" in shown[0]
 
 
 def test_samples_rotate() -> None:

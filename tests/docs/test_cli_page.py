@@ -6,14 +6,14 @@ import io
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from envgrad.cli.main import app, main
+from helpers.pages import path_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+PAGE = path_of("cli").read_text(encoding="utf-8")
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 
 

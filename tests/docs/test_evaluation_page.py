@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from envgrad.cli.eval import FIELDS, LOCAL_FIELDS, OWN_FLAGS
+from helpers.pages import path_of, run_python
 
-PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+PAGE = path_of("evaluation").read_text(encoding="utf-8")
 
 
-def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    scope: dict[str, object] = {"__name__": "page"}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "docs/evaluation.md", "exec"), scope)
-    metrics = scope["metrics"]
+def test_the_code_runs(folder: Path) -> None:
+    metrics = run_python("evaluation")["metrics"]
     assert isinstance(metrics, dict)
     named = {name.replace("@k", "@4") for name in re.findall(r"`(eval_[\w@/]+)`", PAGE)}
     assert {"eval_reward_ci95", "eval_pass@4_ci95", "eval_tasks/unscored"} <= named <= set(metrics)

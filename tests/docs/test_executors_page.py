@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "executors.md"
+from helpers.pages import run_python
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), names)
-    trainer = names["trainer"]
+def test_the_page_runs(folder: Path) -> None:
+    trainer = run_python("executors", only=0)["trainer"]
     assert trainer.state.global_step == 2
     tally = trainer.rollouts.tally
     assert tally.groups >= 4 and set(tally.faults) <= {"environment"}
+
+
+def test_the_block_on_ray_runs(folder: Path) -> None:
+    pytest.importorskip("ray")
+    trainer = run_python("executors", only=1)["trainer"]
+    assert trainer.state.global_step == 1 and trainer.rollouts.tally.is_clean

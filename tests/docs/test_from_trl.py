@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.pages import python_of
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = python_of("from_trl")
 
 
 def test_tables_are_those_of_the_code():

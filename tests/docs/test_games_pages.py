@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+from helpers.pages import DOCS, python_of, run_python
+
 NEEDS = {"reasoning_gym": "reasoning_gym", "gymnasium": "gymnasium", "textarena": "textarena"}
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_every_block_of_the_page_runs(name: str) -> None:
     pytest.importorskip(NEEDS[name])
-    page = DOCS / f"{name}.md"
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(block, str(page), "exec"), names)
+    for number in range(len(python_of(name))):
+        names = run_python(name, names, only=number)
         assert names["trainer"].state.global_step == 2
     if name == "gymnasium":
         episode = names["pendulum"]()

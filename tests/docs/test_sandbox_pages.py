@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from envgrad.environments.sandbox import unavailable
 from helpers.harbor_tasks import write_tasks
+from helpers.pages import run_python
 
-DOCS = Path(__file__).parents[2] / "docs"
 OTHER = os.environ.get("ENVGRAD_ECOSYSTEM_PYTHON", "")
 
 needs_sandbox = pytest.mark.skipif(unavailable() is not None, reason=f"no sandbox here: {unavailable()}")
 
 
-def run_blocks(page: str, names: dict[str, Any], only: int | None = None) -> dict[str, Any]:
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
-    for number, block in enumerate(blocks):
-        if only is None or only == number:
-            exec(compile(block, page, "exec"), names)
-    return names
-
-
 @needs_sandbox
 def test_sandbox() -> None:
-    names = run_blocks("sandbox", {"__name__": "page"})
+    names = run_python("sandbox")
     assert names["report"].ok, str(names["report"])
     assert (names["slow"].killed, names["slow"].stdout) == ("seconds", "begun\n")
     assert "refused" in names["offline"].stderr and names["kept"] == "kept\n"
@@ -41,7 +31,7 @@ def test_sandbox() -> None:
 
 
 def test_other_python() -> None:
-    names = run_blocks("other_python", {"python": sys.executable})
+    names = run_python("other_python", {"python": sys.executable})
     assert names["trainer"].state.global_step == 2
 
 
@@ -50,7 +40,7 @@ def test_harbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("harbor")
     write_tasks(tmp_path / "tasks", 4)
     monkeypatch.chdir(tmp_path)
-    names = run_blocks("harbor", {}, only=0)
+    names = run_python("harbor", only=0)
     assert names["report"].ok, str(names["report"])
 
 
@@ -59,4 +49,4 @@ def test_harbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_harbor_in_another_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tasks(tmp_path / "tasks", 4)
     monkeypatch.chdir(tmp_path)
-    assert run_blocks("harbor", {"python": OTHER}, only=1)["number"] == 3
+    assert run_python("harbor", {"python": OTHER}, only=1)["number"] == 3

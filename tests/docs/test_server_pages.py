@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from envgrad.environments.adapters.openenv_server import Server
+from helpers.pages import DOCS, run_python
 
-DOCS = Path(__file__).parents[2] / "docs"
 TESTS = str(Path(__file__).parents[1])
 
 
@@ -20,11 +18,9 @@ def test_the_page_runs(page: str, app: str) -> None:
     if page == "openreward":
         pytest.importorskip("openreward")
     # What comes after the first block needs other packages: ``tests/ecosystems`` runs it.
-    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
     server = Server(f"helpers.{app}", python=None, folder=TESTS, timeout=60)
     try:
-        names: dict[str, Any] = {"url": server.url}
-        exec(compile(code, page, "exec"), names)
+        names = run_python(page, {"url": server.url}, only=0)
     finally:
         server.stop()
     assert names["trainer"].state.global_step == 2

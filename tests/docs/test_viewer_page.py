@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from helpers.episode_runs import make_run
+from helpers.pages import ROOT, path_of
 
 pytest.importorskip("uvicorn")
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "viewer.md").read_text(encoding="utf-8")
+PAGE = path_of("viewer").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^envgrad (view .*)$", PAGE, re.MULTILINE)
 
 

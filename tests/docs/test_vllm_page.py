@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
 from envgrad.config import GRPOConfig
 from envgrad.config.vllm import VLLMFields
 from envgrad.sampling import vllm, vllm_server
+from helpers.pages import path_of, run_python
 
-PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+PAGE = path_of("vllm").read_text(encoding="utf-8")
 
 
 def test_its_code_runs() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(block, "vllm.md", "exec"), {})
+    run_python("vllm")
 
 
 def test_every_field_is_in_its_table_with_its_default() -> None:

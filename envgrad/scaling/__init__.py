@@ -1,0 +1,1 @@
+"""What a run will take on machines that nobody has started yet: an analytical plan, and a simulation that checks it."""

@@ -107,6 +107,7 @@ def test_the_trainers_files_are_read_as_weights_only(tmp_path):
 
 SERVERS = {
     "agents/server.py": "what agents ask: loopback, and a token of each episode",
+    "sampling/vllm_group.py": "where vLLM's workers meet the trainer: at the address that the servers reach it by",
     "viewer/serve.py": "the episode viewer: loopback by default, and a token",
 }
 """every file that opens a listening socket"""
@@ -126,6 +127,7 @@ def test_every_server_is_known():
                     "start_unix_server",
                     "HTTPServer",
                     "listen",
+                    "TCPStore",
                 ):
                     if called.endswith("address.listen"):
                         continue

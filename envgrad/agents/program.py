@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
+import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +43,9 @@ class AgentProgram:
     """A command that plays an episode through ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``.
 
     It runs in a process group of its own, which is killed on every way out: the program's end, its time limit, the
-    episode's, an interrupt, the end of the run. Give a program that must not touch this machine a sandbox of its own.
+    episode's, an interrupt, the end of the run. Where this process is killed, the program is too (Linux, where
+    ``setpriv`` knows ``--pdeathsig``), but not what it has started itself. Give a program that must not touch this
+    machine a sandbox of its own.
 
     Args:
         command: The program and its first arguments.
@@ -82,7 +87,7 @@ class AgentProgram:
             ProgramFailed: it did not end well. Let it through: the episode is retried, unless one of the episode's
                 limits had been reached, which then ended it.
         """
-        command = [*self.command, *arguments]
+        command = [*_end_with_parent(), *self.command, *arguments]
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin.encode())
             given.seek(0)
@@ -92,12 +97,12 @@ class AgentProgram:
                     start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
-                raise ProgramFailed(f"{command[0]} cannot be started: {error}") from error
+                raise ProgramFailed(f"{self.command[0]} cannot be started: {error}") from error
             try:
                 async with asyncio.timeout(self.time_limit):
                     returncode = await process.wait()
             except TimeoutError as error:
-                raise AgentTimeLimit(f"{command[0]} ran past its time limit of {self.time_limit} s") from error
+                raise AgentTimeLimit(f"{self.command[0]} ran past its time limit of {self.time_limit} s") from error
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -105,7 +110,7 @@ class AgentProgram:
             result = ProgramResult(stdout=_last(out), stderr=_last(err), returncode=returncode)
         if returncode:
             said = (result.stderr.strip() or result.stdout.strip())[-_QUOTED:]
-            raise ProgramFailed(f"{command[0]} ended with exit code {returncode}: {said or 'it said nothing'}")
+            raise ProgramFailed(f"{self.command[0]} ended with exit code {returncode}: {said or 'it said nothing'}")
         return result
 
     def _environ(self, endpoint: AgentEndpoint) -> dict[str, str]:
@@ -113,6 +118,23 @@ class AgentProgram:
         for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine, whatever proxy leads out of it
             environ[name] = ",".join(filter(None, [environ.get(name), _UNPROXIED]))
         return environ
+
+
+@functools.cache
+def _end_with_parent() -> tuple[str, ...]:
+    """What a command begins with so that it is killed when this process is gone, even if that was killed.
+
+    A ``preexec_fn`` would do it too, and would fork the whole trainer for each episode, with all its threads' locks.
+    """
+    found = shutil.which("setpriv")
+    if found is None:
+        return ()
+    words = (found, "--pdeathsig", "KILL", "--")
+    try:
+        tried = subprocess.run([*words, found, "--version"], capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return () if tried.returncode else words
 
 
 def _last(file: IO[bytes]) -> str:

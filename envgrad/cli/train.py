@@ -166,7 +166,7 @@ def build_config(values: Mapping[str, Any], algorithm: str = "grpo") -> RolloutC
         return config_class(algorithm)(**values)
     except ConfigurationError:
         raise
-    except (ValueError, ImportError) as error:
+    except (TypeError, ValueError, ImportError) as error:  # a value of another type cannot be compared
         raise ConfigurationError(f"{error} (from the options {', '.join(sorted(values))})") from error
 
 

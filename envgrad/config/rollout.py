@@ -141,7 +141,7 @@ class RolloutConfig(
     close_timeout: float = field(default=10.0, metadata={"help": "Seconds of close()."})
     # -- failures
     max_concurrent_episodes: int | None = field(
-        default=None, metadata={"help": "Episodes in flight, and instances per environment; a whole round by default."}
+        default=None, metadata={"help": "Episodes in flight; a whole round by default."}
     )
     max_episode_retries: int = field(default=2, metadata={"help": "Retries of a failed episode, on a fresh instance."})
     on_nonfinite: str = field(

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from envgrad.distributed.ranks import Ranks
+from envgrad.distributed.ranks import FAILED, Ranks
 from envgrad.distributed.wire import Answer, Failed, Played, Reported, Stopped, Word, from_bytes, to_bytes
 from envgrad.errors import NonFiniteError, RankFailed, RankStopped, SamplerDied, StoppedTogether, TooManyFailures
 from envgrad.rollout.activity import ActivityReport
@@ -109,7 +109,8 @@ class SharedWaves:
             while not playing.done():
                 await asyncio.wait({playing}, timeout=POLL_SECONDS)
                 number = self.arrived()
-                if number is not None or self.ranks.heard(f"{name}/{_STOP}") is not None:
+                stopped = any(self.ranks.heard(word) is not None for word in (f"{name}/{_STOP}", FAILED))
+                if number is not None or stopped:
                     break
         finally:
             playing.cancel()  # nothing happens where it is done

@@ -52,8 +52,6 @@ class Led:
     played: Round
     metrics: Mapping[str, float]
     unused: int
-    tasks: Mapping[str, Any]
-    """where the tasks are"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""User calls at moments without a running loop of ours: construction, and the interpreter's exit."""
+"""``close()`` of instances; user calls at moments without a running loop of ours: construction, the exit of Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
-from envgrad.environments.boundary import Outcome, TimedOut, guard_in_thread
+from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool, call_user, guard_in_thread
+from envgrad.errors import EnvironmentFailure
+
+_CLOSING_THREADS = 64
+_CLOSE_ERRORS_KEPT = 32
 
 
 def call_all_now(functions: Sequence[Callable[[], object]], *, timeout: float | None) -> list[Outcome]:
@@ -51,3 +55,61 @@ def _finish(function: Callable[[], object]) -> object:
         return await value
 
     return asyncio.run(wait())
+
+
+class Closer:
+    """Calls ``close()`` of one environment's instances, each with a deadline, and keeps what went wrong.
+
+    Args:
+        label: the environment's name, for messages.
+        has_close: whether it defines ``close``; else nothing is called.
+        timeout: seconds that one ``close()`` may take; None: no limit.
+    """
+
+    def __init__(self, label: str, *, has_close: bool, timeout: float | None) -> None:
+        self.errors: list[Exception] = []
+        """what ``close()`` of an instance raised, or that it took too long; the latest ones"""
+        self.num_errors = 0
+        self.timeout = timeout
+        self._label = label
+        self._has_close = has_close
+        self._threads: WorkerPool | None = None
+
+    async def close(self, instance: object) -> None:
+        """Close ``instance`` from the loop."""
+        if not self._has_close:
+            return
+        if self._threads is None:  # threads of their own: closing works even where hung tools fill the workers
+            self._threads = WorkerPool(_CLOSING_THREADS, max_hung=10**6, name="envgrad-close")
+        where, call = f"{self._label}'s close()", partial(_call_close, instance)
+        self._collect(await call_user(where, call, workers=self._threads, timeout=self.timeout))
+
+    def close_now(self, instances: Sequence[object], *, wait: float | None) -> None:
+        """Close ``instances`` without a loop, and wait ``wait`` seconds in all; 0.0 looks at no outcome."""
+        if not (self._has_close and instances):
+            return
+        for outcome in call_all_now([partial(_call_close, instance) for instance in instances], timeout=wait):
+            if wait != 0.0:
+                self._collect(outcome)
+
+    def end(self) -> None:
+        """Let the threads end."""
+        if self._threads is not None:
+            self._threads.close()
+
+    def _collect(self, outcome: Outcome) -> None:
+        self.num_errors += not isinstance(outcome, Ok)
+        del self.errors[:-_CLOSE_ERRORS_KEPT]
+        match outcome:
+            case Raised(error=error):
+                self.errors.append(error)
+            case TimedOut(seconds=seconds, killable=killable):
+                end = "was stopped" if killable else "was left behind"
+                self.errors.append(
+                    EnvironmentFailure(f"{self._label}: close() did not return in {seconds:.1f} s and {end}")
+                )
+
+
+def _call_close(instance: object) -> object:
+    close: Callable[[], object] = getattr(instance, "close")  # noqa: B009 - any object may be an environment
+    return close()

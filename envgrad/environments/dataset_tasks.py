@@ -144,7 +144,7 @@ class DatasetTasks:
         self._order = EpochOrder(len(dataset), (seed, split, "dataset") if shuffle else None)
         self._drawn = 0
         columns = _column_names(dataset)
-        first = _first_row(dataset) if columns is None or not rules.environments else {}
+        first = _row_at(dataset, 0) if columns is None or not rules.environments else {}
         rules.check_columns(first if columns is None else columns, "the dataset")
         rules.check_prompt(first, 0)
         if rules.routed:
@@ -278,10 +278,10 @@ def _column_names(dataset: Dataset) -> list[str] | None:
     return dataset.column_names if isinstance(dataset, ColumnDataset) else None
 
 
-def _first_row(dataset: MapDataset) -> Row:
-    row = dataset[0]
+def _row_at(dataset: MapDataset, index: int) -> Row:
+    row = dataset[index]
     if not isinstance(row, Mapping):
-        raise ConfigurationError(f"row 0 of the dataset is a {type(row).__name__}; it must be a dict")
+        raise ConfigurationError(f"row {index} of the dataset is a {type(row).__name__}; it must be a dict")
     return row
 
 
@@ -291,4 +291,4 @@ def _routing_rows(dataset: MapDataset) -> Iterator[Row]:
         yield from dataset.select_columns([ROUTE])
     else:
         for index in range(len(dataset)):
-            yield dataset[index]
+            yield _row_at(dataset, index)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool, call_user
-from envgrad.environments.closing import call_all_now
+from envgrad.environments.boundary import Ok, Raised, TimedOut, WorkerPool, call_user
+from envgrad.environments.closing import Closer
+from envgrad.environments.instances import Birth, ask_member
 from envgrad.environments.results import plain_state
 from envgrad.environments.spec import Elsewhere, EnvironmentSpec
 from envgrad.errors import ConfigurationError, EnvironmentContractError, EnvironmentFailure
 
-_CLOSING_THREADS = 64
-_CLOSE_ERRORS_KEPT = 32
+_STATE_FAILURES = 3
+"""instances whose ``state_dict`` may fail before a checkpoint goes without it"""
 
 
 class InstancePool:
@@ -34,6 +35,8 @@ class InstancePool:
         limit: how many instances may exist at once.
         workers: threads for the factory.
         close_timeout: seconds that one ``close()`` may take; None: no limit.
+        state_timeout: seconds that one ``state_dict`` or ``load_state_dict`` may take; None: no limit.
+        build_timeout: seconds that the factory may take; what comes later is closed. None: no limit.
 
     Example:
         >>> from envgrad.environments.contract import inspect_environment
@@ -54,18 +57,24 @@ class InstancePool:
     """
 
     def __init__(
-        self, spec: EnvironmentSpec, probe: object, *, limit: int, workers: WorkerPool, close_timeout: float | None
+        self,
+        spec: EnvironmentSpec,
+        probe: object,
+        *,
+        limit: int,
+        workers: WorkerPool,
+        close_timeout: float | None,
+        state_timeout: float | None = None,
+        build_timeout: float | None = None,
     ) -> None:
         if limit < 1:
             raise ConfigurationError(f"{spec.label}: at least 1 instance is needed, got a limit of {limit}: raise it.")
         self.spec = spec
         self.limit = limit
-        self.close_errors: list[Exception] = []
-        """what ``close()`` of an instance raised, or that it took too long; the latest ones"""
-        self.num_close_errors = 0
         self._workers = workers
-        self._closers: WorkerPool | None = None
-        self._close_timeout = close_timeout
+        self._closer = Closer(spec.label, has_close=spec.has_close, timeout=close_timeout)
+        self._state_timeout = state_timeout
+        self._build_timeout = build_timeout
         self._live: dict[int, object] = {id(probe): probe}
         """every instance that has not been closed; who pops it is the one to close it"""
         self._state: dict[int, Literal["free", "out"]] = {id(probe): "free"}
@@ -93,11 +102,20 @@ class InstancePool:
         """Instances that wait to be used."""
         return len(self._free)
 
+    @property
+    def close_errors(self) -> list[Exception]:
+        """What ``close()`` of an instance raised, or that it took too long; the latest ones."""
+        return self._closer.errors
+
+    @property
+    def num_close_errors(self) -> int:
+        return self._closer.num_errors
+
     async def acquire(self) -> object:
         """An instance for one episode: a free one, else a new one, else the next that is released.
 
         Raises:
-            EnvironmentFailure: the factory raised, or the pool is closed.
+            EnvironmentFailure: the factory raised or took too long, or the pool is closed.
             EnvironmentContractError: the factory returned an instance that it had returned before.
         """
         waited = False
@@ -132,19 +150,33 @@ class InstancePool:
     async def states(self) -> list[object]:
         """What ``state_dict`` says of the instances that wait, the next to be used first; of one instance at the least.
 
-        One entry where they all say the same; none if the environment keeps no state.
+        One entry where they all say the same; none if the environment keeps no state. An instance that fails is closed,
+        and another one is asked.
 
         Raises:
-            EnvironmentFailure: ``state_dict`` raised, or the pool is closed.
+            EnvironmentFailure: ``state_dict`` raised or took too long, of three instances; or the pool is closed.
             EnvironmentContractError: what it returned is not plain JSON.
         """
         if not self.spec.has_state:
             return []
-        instances = self._take_free() or [await self.acquire()]
+        waiting, asked, found, failures = deque(self._take_free()), deque[object](), list[object](), 0
         try:
-            found = [plain_state(self.spec.label, await self._ask(one, "state_dict")) for one in instances]
+            while waiting or not found:
+                try:
+                    if not waiting:
+                        waiting.append(await self.acquire())
+                    state = await self._ask(waiting[0], "state_dict")
+                except EnvironmentFailure:
+                    failures += 1
+                    if waiting:
+                        await self.discard(waiting.popleft())
+                    if failures == _STATE_FAILURES or self._closed:
+                        raise
+                    continue
+                found.append(plain_state(self.spec.label, state))
+                asked.append(waiting.popleft())
         finally:
-            for one in reversed(instances):
+            for one in reversed((*asked, *waiting)):
                 self.release(one)
         return found[:1] if all(state == found[0] for state in found) else found
 
@@ -152,7 +184,7 @@ class InstancePool:
         """Give ``states`` back: one to each instance that waits and that is yet to come, the last to all further ones.
 
         Raises:
-            EnvironmentFailure: ``load_state_dict`` raised.
+            EnvironmentFailure: ``load_state_dict`` raised or took too long.
         """
         self._kept = list(states)
         instances = self._take_free() if self._kept else []
@@ -174,17 +206,8 @@ class InstancePool:
         await self._ask(instance, "load_state_dict", copy.deepcopy(state))
 
     async def _ask(self, instance: object, name: str, *arguments: object) -> object:
-        method = getattr(instance, name)
-        outcome = await call_user(
-            f"{self.spec.label}'s {name}", partial(method, *arguments), workers=self._workers, timeout=None
-        )
-        match outcome:
-            case Ok(value=value):
-                return value
-            case Raised(error=error):
-                raise EnvironmentFailure(f"{self.spec.label}: {name} raised {type(error).__name__}: {error}") from error
-            case TimedOut(seconds=seconds):
-                raise EnvironmentFailure(f"{self.spec.label}: {name} did not return in {seconds:.1f} s")
+        workers, timeout = self._workers, self._state_timeout
+        return await ask_member(self.spec.label, instance, name, *arguments, workers=workers, timeout=timeout)
 
     async def close_free(self) -> None:
         """Close the instances that wait, so that the next one is new."""
@@ -217,7 +240,7 @@ class InstancePool:
         self._check_out(instance)
         if self._forget(instance):
             self._busy += 1
-            ending = asyncio.ensure_future(self._close_one(instance))
+            ending = asyncio.ensure_future(self._closer.close(instance))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
             try:
@@ -250,10 +273,7 @@ class InstancePool:
         self._closed = True
         instances = [instance for instance in list(self._live.values()) if self._forget(instance)]
         self._free.clear()
-        if self.spec.has_close:
-            closes = [partial(_call_close, instance) for instance in instances]
-            for outcome in call_all_now(closes, timeout=self._close_timeout):
-                self._collect(outcome)
+        self._closer.close_now(instances, wait=self._closer.timeout)
 
     async def _build(self, released: asyncio.Future[None]) -> object | None:
         """A new instance; None if another one was released before.
@@ -278,10 +298,10 @@ class InstancePool:
         return task.result() if end == "built" else None
 
     async def _construct(self) -> object:
+        birth = Birth()
+        where, build = f"{self.spec.label}'s factory", partial(self._give_birth, birth)
         try:
-            outcome = await call_user(
-                f"{self.spec.label}'s factory", self._give_birth, workers=self._workers, timeout=None
-            )
+            outcome = await call_user(where, build, workers=self._workers, timeout=self._build_timeout)
         finally:
             self._busy -= 1
             self._wake()
@@ -298,6 +318,9 @@ class InstancePool:
                     f"{self.spec.label}: the factory raised {type(error).__name__}: {error}"
                 ) from error
             case TimedOut(seconds=seconds):
+                if (newborn := birth.give_up()) is not None:
+                    self._close_late(newborn, wait=0.0)
+                    self._wake()
                 raise EnvironmentFailure(f"{self.spec.label}: the factory did not return in {seconds:.1f} s")
 
     async def _load_newborn(self, instance: object) -> None:
@@ -307,20 +330,20 @@ class InstancePool:
             await self.discard(instance)
             raise
 
-    def _give_birth(self) -> object:
+    def _give_birth(self, birth: Birth) -> object:
         """Build and admit in one go, in the worker's thread: from its first moment on, the instance is to be closed."""
         instance = self.spec.factory()
-        self._admit(instance, "the factory returned")
-        if self._closed:
-            self._close_late(instance, wait=self._close_timeout)
+        if birth.take_in(instance, partial(self._admit, instance, "the factory returned")):
+            if self._closed:
+                self._close_late(instance, wait=self._closer.timeout)
+        elif id(instance) not in self._live:
+            self._closer.close_now([instance], wait=self._closer.timeout)
         return instance
 
     def _close_late(self, instance: object, *, wait: float | None) -> None:
-        """Close an instance that came after the pool was closed, when there may be no loop any more."""
-        if self._forget(instance) and self.spec.has_close:
-            for outcome in call_all_now([partial(_call_close, instance)], timeout=wait):
-                if wait != 0.0:
-                    self._collect(outcome)
+        """Close an instance that came too late or after the pool was closed, when there may be no loop any more."""
+        if self._forget(instance):
+            self._closer.close_now([instance], wait=wait)
 
     def _release_built(self, task: asyncio.Task[object]) -> None:
         if not task.cancelled() and task.exception() is None:
@@ -344,37 +367,11 @@ class InstancePool:
         while self._waiters:
             self._wake()  # they see the pool closed
         if self._building:
-            await asyncio.wait(set(self._building), timeout=self._close_timeout)
+            await asyncio.wait(set(self._building), timeout=self._closer.timeout)
         self._free.clear()
         instances = [instance for instance in list(self._live.values()) if self._forget(instance)]
-        await asyncio.gather(*(self._close_one(instance) for instance in instances), *self._endings)
-        if self._closers is not None:
-            self._closers.close()
-
-    async def _close_one(self, instance: object) -> None:
-        if not self.spec.has_close:
-            return
-        if self._closers is None:  # threads of their own: closing works even where hung tools fill the workers
-            self._closers = WorkerPool(_CLOSING_THREADS, max_hung=10**6, name="envgrad-close")
-        outcome = await call_user(
-            f"{self.spec.label}'s close()",
-            partial(_call_close, instance),
-            workers=self._closers,
-            timeout=self._close_timeout,
-        )
-        self._collect(outcome)
-
-    def _collect(self, outcome: Outcome) -> None:
-        self.num_close_errors += not isinstance(outcome, Ok)
-        del self.close_errors[:-_CLOSE_ERRORS_KEPT]
-        match outcome:
-            case Raised(error=error):
-                self.close_errors.append(error)
-            case TimedOut(seconds=seconds, killable=killable):
-                end = "was stopped" if killable else "was left behind"
-                self.close_errors.append(
-                    EnvironmentFailure(f"{self.spec.label}: close() did not return in {seconds:.1f} s and {end}")
-                )
+        await asyncio.gather(*(self._closer.close(instance) for instance in instances), *self._endings)
+        self._closer.end()
 
     def _wake(self, *, released: bool = False) -> None:
         for waiters in (self._waiters, self._builders)[: 1 + released]:
@@ -391,8 +388,3 @@ class InstancePool:
     def _check_out(self, instance: object) -> None:
         if self._state.get(id(instance)) != "out":
             raise ValueError(f"{self.spec.label}: {instance!r} is not an instance that was handed out")
-
-
-def _call_close(instance: object) -> object:
-    close: Callable[[], object] = getattr(instance, "close")  # noqa: B009 - any object may be an environment
-    return close()

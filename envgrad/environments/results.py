@@ -200,8 +200,9 @@ def _read_message(message: object, where: str) -> Message:
         )
     content = read.get("content")
     calls = read.get("tool_calls")
-    if calls is not None and (read["role"] != "assistant" or not isinstance(calls, list)):
-        raise EnvironmentContractError(f"{where}: tool_calls must be a list, in an assistant message.")
+    listed = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+    if calls is not None and (read["role"] != "assistant" or not listed):
+        raise EnvironmentContractError(f"{where}: tool_calls must be a list of dicts, in an assistant message.")
     if content is None:
         if not calls:
             raise EnvironmentContractError(f"{where} has no content: only an assistant message with tool_calls may.")

@@ -324,6 +324,8 @@ def read_mapping(state: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 
 def _read(state: Mapping[str, object], key: str) -> object:
+    if not isinstance(state, Mapping):  # it comes from a file
+        raise ConfigurationError(f"the checkpoint's task state is {state!r}; it must be a mapping with {key!r}")
     if key not in state:
         raise ConfigurationError(
             f"the checkpoint's task state has no {key!r}, only {sorted(state)}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import SupportsFloat
@@ -9,8 +10,14 @@ from typing import SupportsFloat
 from envgrad.environments.arguments import shorten
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut
 from envgrad.errors import ConfigurationError, NonFiniteScore, RewardFailure, RewardTimeout
+from envgrad.rollout.finite import episode_name
 from envgrad.rollout.scoring import check_count
 from envgrad.types import Episode
+
+logger = logging.getLogger(__name__)
+
+_told_of_nan: set[str] = set()
+"""functions of which it has been said that they returned NaN"""
 
 
 def value_of(outcome: Outcome, where: str, timeout: float | None) -> object:
@@ -53,10 +60,21 @@ def read_rewards(value: object, episodes: Sequence[Episode], name: str) -> list[
             f"of {len(episodes)} numbers, one (or None) for each completion"
         )
     check_count(items, episodes, name)
-    return [_read_number(item, f"reward function {name!r} returned", index) for index, item in enumerate(items)]
+    rewards = [
+        _read_number(item, f"reward function {name!r} returned", index, episode)
+        for index, (item, episode) in enumerate(zip(items, episodes, strict=True))
+    ]
+    unknown = sum(reward is None and item is not None for item, reward in zip(items, rewards, strict=True))
+    if unknown and name not in _told_of_nan:
+        _told_of_nan.add(name)
+        logger.warning(
+            "reward function %r returned NaN for %d of %d completions: it counts as not applicable, as None does, and "
+            "never as 0. Return None if that is meant. This is said once for each function", name, unknown, len(items)
+        )  # fmt: skip
+    return rewards
 
 
-def _read_number(value: object, says: str, index: int) -> float | None:
+def _read_number(value: object, says: str, index: int, episode: Episode) -> float | None:
     if value is None:
         return None
     shape = getattr(value, "shape", ())
@@ -69,7 +87,10 @@ def _read_number(value: object, says: str, index: int) -> float | None:
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailure(f"{says} {_shown(value)} for completion {index}, which is no float: {error}") from error
     if math.isinf(number):
-        raise NonFiniteScore(f"{says} {number} for completion {index}; a reward must be finite (None: not applicable)")
+        raise NonFiniteScore(
+            f"{says} {number} for completion {index}, {episode_name(episode)}; a reward must be finite (None: not "
+            "applicable)"
+        )
     return None if math.isnan(number) else number
 
 

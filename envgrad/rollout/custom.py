@@ -63,12 +63,12 @@ async def play_custom(context: EpisodeContext, policy: GroupPolicy, task: Task) 
         with context.activity.during("reward", count):
             scored = await score_group(batch, context.reward_sources, context.reward_weights)
     except EpisodeFailure as failure:
-        end_if_asked(failure, ends=policy.end_on_nonfinite)
+        end_if_asked(failure, ends=policy.end_on_nonfinite, where=f"group {task.key}")
         failures = [
             FailedEpisode(task=task, sibling=number, attempts=1, kind=failure.kind, error=failure)
             for number in range(count)
         ]
-        return Group(task=task, episodes=(), failures=tuple(failures))
+        return Group(task=task, episodes=(), failures=tuple(failures), faults={failure.kind: 1})
     return Group(task=task, episodes=scored.episodes, metrics=scored.metrics)
 
 

@@ -6,16 +6,22 @@ from collections.abc import Sequence
 from math import fsum, inf, isfinite, isnan
 
 from envgrad.errors import EpisodeFailure, NonFiniteError, NonFiniteLogprob, NonFiniteReward, NonFiniteScore, NotFinite
-from envgrad.types import Episode
+from envgrad.types import Episode, Task
 
 LARGEST_REWARD = 1e150
 """of either sign; the squares of larger ones, of which advantages and metrics are made, are infinite"""
 
+_EPISODE = "episode "
+
 
 def episode_name(episode: Episode) -> str:
     """How messages call it: its task's key, its number among its siblings, its environment."""
-    environment = episode.task.environment
-    return f"episode {episode.task.key}/{episode.sibling}" + (f" of {environment}" if environment else "")
+    return sibling_name(episode.task, episode.sibling)
+
+
+def sibling_name(task: Task, sibling: int) -> str:
+    """``episode_name`` of one that may not have been finished."""
+    return f"{_EPISODE}{task.key}/{sibling}" + (f" of {task.environment}" if task.environment else "")
 
 
 def check_played(episode: Episode, *, unknown: bool = False) -> None:
@@ -62,14 +68,20 @@ def check_scored(episodes: Sequence[Episode]) -> None:
             )
 
 
-def end_if_asked(failure: EpisodeFailure, *, ends: bool) -> None:
+def end_if_asked(failure: EpisodeFailure, *, ends: bool, where: str) -> None:
     """
+    Args:
+        failure: What went wrong.
+        ends: Whether a number that is not finite ends the run.
+        where: The episode or group; named unless the failure names its episode itself.
+
     Raises:
         NonFiniteError: ``failure`` is of a number that is not finite, and such a number ``ends`` the run.
     """
     if ends and isinstance(failure, NotFinite):
+        named = str(failure) if _EPISODE in str(failure) else f"{where}: {failure}"
         raise NonFiniteError(
-            f"{failure} (on_nonfinite='raise'; 'skip' drops what it belongs to, and counts it)"
+            f"{named} (on_nonfinite='raise'; 'skip' drops what it belongs to, and counts it)"
         ) from failure
 
 

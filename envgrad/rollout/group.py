@@ -24,7 +24,7 @@ from envgrad.errors import EnvironmentContractError, EpisodeFailure, RewardTimeo
 from envgrad.rollout.asking import PartRecord, SessionPolicy
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.rollout.episode import play, session_of
-from envgrad.rollout.finite import check_played, end_if_asked
+from envgrad.rollout.finite import check_played, end_if_asked, sibling_name
 from envgrad.rollout.loop import gather_or_cancel
 from envgrad.rollout.opening import EpisodeStart
 from envgrad.rollout.scoring import RewardBatch, RewardLog, add_component, score_group
@@ -239,7 +239,7 @@ class GroupRun:
                     return
                 except EpisodeFailure as failure:
                     sibling.episode = None
-                    self._count(failure)
+                    self._count(failure, sibling_name(self.task, sibling.number))
                     sibling.failure = failure
                     sibling.begin.usable = False
                 finally:
@@ -280,7 +280,7 @@ class GroupRun:
                     sibling.episode = _with_group_reward(sibling.episode, reward, unscorable=spec.has_get_reward)
                     check_played(sibling.episode)
         except EpisodeFailure as failure:
-            self._count(failure)
+            self._count(failure, f"group {self.task.key}")
             for sibling in scored:
                 sibling.episode, sibling.failure = None, failure
             return
@@ -303,7 +303,7 @@ class GroupRun:
         try:
             result = await score_group(batch, context.reward_sources, context.reward_weights)
         except EpisodeFailure as failure:
-            self._count(failure)
+            self._count(failure, f"group {self.task.key}")
             for sibling in scored:
                 sibling.episode, sibling.failure = None, failure
             return
@@ -311,13 +311,13 @@ class GroupRun:
         for sibling, episode in zip(scored, result.episodes, strict=True):
             sibling.episode = episode
 
-    def _count(self, failure: EpisodeFailure) -> None:
+    def _count(self, failure: EpisodeFailure, where: str) -> None:
         """
         Raises:
             NonFiniteError: it is of a number that is not finite, which ends the run here.
         """
         self.faults[failure.kind] += 1
-        end_if_asked(failure, ends=self.policy.end_on_nonfinite)
+        end_if_asked(failure, ends=self.policy.end_on_nonfinite, where=where)
 
     # -- ending
 

@@ -163,7 +163,8 @@ class RolloutRunner:
     """told of each group as it ends, on the loop's thread: for progress displays and logs"""
     waves: Waves | None = None
     """who plays with this process; None: it plays alone"""
-    consecutive_failures: int = field(init=False, default=0)
+    consecutive_failures: Counter[str] = field(init=False, default_factory=Counter)
+    """groups dropped in a row, by split: an evaluation's are counted apart from training's beside it"""
     _scored_once: set[str] = field(init=False, default_factory=set)
     _warned: set[str] = field(init=False, default_factory=set)
     _closed: bool = field(init=False, default=False)
@@ -268,9 +269,10 @@ class RolloutRunner:
         policy = policy.of(name)
         self._check_first_reward(group)
         if scored >= min(2, policy.num_generations):
-            self.consecutive_failures = 0
+            self.consecutive_failures[group.task.split] = 0
             return True
-        self.consecutive_failures += 1
+        self.consecutive_failures[group.task.split] += 1
+        in_a_row = self.consecutive_failures[group.task.split]
         self.tally.dropped += group.task.split == self.tally.split
         last = group.failures[-1].error if group.failures else None
         nobody = f"{name} scored none of them (get_reward returned None)" if name else "no reward function scored them"
@@ -279,9 +281,9 @@ class RolloutRunner:
             "group %s%s dropped: %d of %d siblings scored; %s", group.task.key, f" of {name}" if name else "", scored,
             policy.num_generations, why,
         )  # fmt: skip
-        if self.consecutive_failures >= self.max_consecutive_failed_groups:
+        if in_a_row >= self.max_consecutive_failed_groups:
             raise TooManyFailures(
-                f"{self.consecutive_failures} groups in a row were dropped (max_consecutive_failed_groups="
+                f"{in_a_row} groups in a row were dropped (max_consecutive_failed_groups="
                 f"{self.max_consecutive_failed_groups}); {why}"
             ) from last
         return False

@@ -57,8 +57,9 @@ class GroupTransport:
     async def connect(self, servers: Sequence[VLLMServer]) -> None:
         world_size = 1 + sum(server.facts.num_workers for server in servers)
         limit = timedelta(seconds=self._timeout)
+        towards = {server: address_towards(server.url) for server in servers}
         try:
-            store = dist.TCPStore("127.0.0.1", self._port, world_size, True, timeout=limit, wait_for_workers=False)
+            store = _store_at(set(towards.values()), self._port, world_size, limit)
         except (RuntimeError, OSError) as error:
             raise ConfigurationError(
                 f"vllm_group_port={self._port} cannot be listened on ({first_line(error)}); give a free one"
@@ -70,7 +71,7 @@ class GroupTransport:
         calls, rank = [], 1
         for server in servers:
             arguments = {
-                "host": address_towards(server.url), "port": store.port, "first_rank": rank, "world_size": world_size,
+                "host": towards[server], "port": store.port, "first_rank": rank, "world_size": world_size,
                 "backend": self._backend, "timeout": self._timeout,
             }  # fmt: skip
             calls.append(self._tell(server, "envgrad_open_group", arguments))
@@ -139,6 +140,20 @@ class GroupTransport:
 
     def close(self) -> None:
         self._group = None
+
+
+def _store_at(addresses: set[str], port: int, world_size: int, limit: timedelta) -> Any:
+    """Where the ranks meet: it listens at the one address that all servers know, and at every one where they differ.
+
+    The store itself would listen at every address, whatever host it is given.
+    """
+    host = next(iter(addresses)) if len(addresses) == 1 else ""
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host or "127.0.0.1", port, world_size, True, timeout=limit, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 async def _the_servers_word(failure: BaseException, calls: Sequence[asyncio.Future[None]]) -> BaseException:

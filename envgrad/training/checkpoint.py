@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
 
 from envgrad.distributed.ranks import Alone, Ranks
 from envgrad.training.saved import RolloutState, write_state
 
-_SAVING, _REMOVING = ".saving", ".removing"
-LEFTOVERS = (_SAVING, _REMOVING)
-"""beginnings of folders that are of use to nobody"""
+_SAVING, _REMOVING, _REPLACED = ".saving", ".removing", ".replaced"
+LEFTOVERS = (_SAVING, _REMOVING, _REPLACED)
+"""beginnings of folders that are no checkpoints"""
 
 
 class AtomicCheckpoints(Trainer):
@@ -30,6 +30,7 @@ class AtomicCheckpoints(Trainer):
 
         .saving-12/checkpoint-12    being written; of no use to anybody
         checkpoint-12               whole, and on the disk
+        .replaced-12                whole, while another takes its place
         .removing-12                being deleted: replaced, or beyond ``save_total_limit``
 
     A process that is killed at any moment leaves whole checkpoints; what else it leaves, the next save deletes. Of
@@ -50,6 +51,11 @@ class AtomicCheckpoints(Trainer):
     def extra_weights(self) -> dict[str, dict[str, torch.Tensor]]:
         """Weights beside the policy's that training goes on with: ``{stem of the file: weights by name}``."""
         return {}
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        if self.ranks.size == 1:  # several would look for it while it comes back; the next save sees to it there
+            _bring_back(Path(super()._get_output_dir(None)))
+        return super().train(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._saving_in is not None:
@@ -110,10 +116,22 @@ class AtomicCheckpoints(Trainer):
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Delete what a killed process left half written or half deleted. A run's folder has one process at a time."""
+    """Delete what a killed process left half written or half deleted; what was to be replaced, and was not, comes back.
+
+    A run's folder has one process at a time.
+    """
+    _bring_back(run_dir)
     for prefix in LEFTOVERS:
         for path in run_dir.glob(f"{prefix}-*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _bring_back(run_dir: Path) -> None:
+    """A checkpoint that was to be replaced, where its successor never appeared."""
+    for old in run_dir.glob(f"{_REPLACED}-*"):
+        final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{old.name.rpartition('-')[2]}"
+        if not final.exists():
+            os.replace(old, final)
 
 
 def _on_cpu(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -122,13 +140,13 @@ def _on_cpu(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _put(new: Path, final: Path) -> None:
     """``new`` appears as ``final``; what was there is deleted only then."""
-    old = final.parent / f"{_REMOVING}-{final.name.rpartition('-')[2]}"
+    old = final.parent / f"{_REPLACED}-{final.name.rpartition('-')[2]}"
     if final.exists():
         os.replace(final, old)
     os.replace(new, final)
     _sync(final.parent)
     if old.exists():
-        shutil.rmtree(old)
+        _remove(old)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -53,11 +53,18 @@ class ClockCallback(TrainerCallback):
     Args:
         tasks: What is drawn.
         unused: How many tasks were drawn and are in no round yet: they count when they are trained.
+        agree: What all processes take for the epoch, of what this one found.
     """
 
-    def __init__(self, tasks: TaskStream, unused: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        tasks: TaskStream,
+        unused: Callable[[], int] = lambda: 0,
+        agree: Callable[[float], float] = lambda epoch: epoch,
+    ) -> None:
         self._tasks = tasks
         self._unused = unused
+        self._agree = agree
         self._passes = 0
 
     def on_train_begin(
@@ -70,7 +77,7 @@ class ClockCallback(TrainerCallback):
         if length is None:
             state.epoch = state.global_step / state.max_steps
             return
-        state.epoch = (round(self._tasks.passes * length) - self._unused()) / length
+        state.epoch = self._agree((round(self._tasks.passes * length) - self._unused()) / length)
         # At the run's end the loop's own epoch ends too, and acts by itself.
         if math.floor(state.epoch) > self._passes and state.global_step < state.max_steps:
             self._passes = math.floor(state.epoch)

@@ -2,7 +2,7 @@
 
 ::
 
-    rank 0    BufferedRounds --round--> exchange --> the round, its metrics, where the tasks are --> every rank
+    rank 0    BufferedRounds --round--> exchange --> the round, its metrics --> every rank
 
 One producer means that ages, the buffer's bound and the order of groups are those of a run on one process.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
-from envgrad.distributed.ranks import Ranks
+from envgrad.distributed.ranks import FAILED, Ranks
 from envgrad.distributed.waves import SAVING
 from envgrad.distributed.wire import Failed, Led, Stopped, from_bytes, to_bytes
 from envgrad.errors import RankFailed, RankStopped, StoppedTogether
@@ -58,7 +58,7 @@ class LedRounds:
         with _Telling(self), self._watched():
             played = self._source.next(laps)
         self.metrics, self._unused = self._source.metrics, self._source.unused
-        led = Led(played=played, metrics=dict(self.metrics), unused=self._unused, tasks=self._plan.tasks.state_dict())
+        led = Led(played=played, metrics=dict(self.metrics), unused=self._unused)
         self._ranks.exchange(to_bytes(led))
         return played
 
@@ -76,7 +76,6 @@ class LedRounds:
         if not isinstance(found, Led):
             raise AssertionError(f"rank 0 sent a {type(found).__name__} instead of a round")
         self.metrics, self._unused = found.metrics, found.unused
-        self._plan.tasks.load_state_dict(found.tasks)
         laps.lap("idle")
         return found.played
 
@@ -96,6 +95,9 @@ class LedRounds:
             loop.watch = None
 
     def _look(self) -> None:
+        said = self._ranks.heard(FAILED)
+        if said is not None:
+            raise RankFailed(said)
         number, heard = self._arrived(), self._ranks.heard(_STOP)
         if number is not None or heard is not None:
             raise StoppedTogether(int(heard or number or 0))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from envgrad.distributed.sharded import whole
 from envgrad.errors import ConfigurationError, first_line
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class Reference:
         """``reference = alpha * policy + (1 - alpha) * reference``, weight by weight."""
         policy = dict(self._policy.named_parameters())
         for name, parameter in self.weights().items():
-            parameter.lerp_(policy[name].to(parameter), alpha)
+            parameter.lerp_(whole(policy[name]).to(parameter), alpha)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[nn.Module]:

@@ -178,7 +178,7 @@ class RecordReader:
         if hint is Any:
             return data
         if hint is StopReason:
-            if data not in set(StopReason):
+            if not isinstance(data, str) or data not in set(StopReason):
                 raise CheckpointError(f"{where}={data!r} is no stop reason of this version; the file is damaged")
             return StopReason(data)
         if hint is float:

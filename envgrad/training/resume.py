@@ -24,6 +24,7 @@ from envgrad.training.run_shape import run_shape
 from envgrad.training.saved import RolloutState, read_state
 from envgrad.training.stream import StepItem, StepStream
 from envgrad.training.teacher import Teacher
+from envgrad.training.together import one_plays
 
 
 class ResumingTrainer(AtomicCheckpoints):
@@ -55,7 +56,8 @@ class ResumingTrainer(AtomicCheckpoints):
 
     def _environment_states(self) -> dict[str, list[object]]:
         """Of all processes; one entry where all say the same."""
-        found = gather_lists(self.ranks, self.rollouts.environment_states())
+        own = {} if self.ranks.rank and one_plays(self.user_args) else self.rollouts.environment_states()
+        found = gather_lists(self.ranks, own)
         return {
             name: states[:1] if all(one == states[0] for one in states) else states for name, states in found.items()
         }
@@ -89,7 +91,7 @@ class ResumingTrainer(AtomicCheckpoints):
         state = state if checkpoint is None else read_state(Path(checkpoint), self._tasks, shape)
         self.algorithm.load_state_dict(state.algorithm)
         self._averages.load_state_dict(state.unlogged)
-        rank, size = self.ranks.rank, self.ranks.size
+        rank, size = (0, 1) if one_plays(self.user_args) else (self.ranks.rank, self.ranks.size)
         self.rollouts.restore_environments(
             {name: states[rank::size] or states[-1:] for name, states in state.environments.items()}
         )

@@ -23,6 +23,7 @@ from envgrad.environments.boundary import WorkerPool
 from envgrad.environments.contract import EnvironmentSpec, inspect_environment
 from envgrad.environments.isolation import Isolation
 from envgrad.environments.pool import InstancePool
+from envgrad.errors import EnvironmentFailure
 from envgrad.rollout.activity import Activity
 from envgrad.rollout.context import AgentHost, CustomRollout, EpisodeContext, EpisodeLimits
 from envgrad.rollout.loop import RolloutLoop
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from envgrad.training.trainer import RolloutTrainer
 
 logger = logging.getLogger(__name__)
+
+LEAST_BUILD_SECONDS = 60.0
+"""a factory has ``reset_timeout`` seconds, and these at the least: it may load more than a reset does"""
 
 
 class LocalOptions(TypedDict):
@@ -136,7 +140,15 @@ class Rollouts(RolloutPlan):
         for name, spec in self.specs.items():
             contexts[name] = self._context(spec, sampler, workers)
             probe = self._probes.pop(name) if name in self._probes else inspect_environment(name, spec.factory)[1]
-            pools[name] = InstancePool(spec, probe, limit=limit, workers=workers, close_timeout=self.close_timeout)
+            pools[name] = InstancePool(
+                spec,
+                probe,
+                limit=limit,
+                workers=workers,
+                close_timeout=self.close_timeout,
+                state_timeout=config.reset_timeout,
+                build_timeout=self._build_timeout(),
+            )
             undo.callback(pools[name].close_now)
         runner = RolloutRunner(
             contexts=contexts,
@@ -151,6 +163,13 @@ class Rollouts(RolloutPlan):
             waves=self.waves,
         )
         return _Open(sampler=sampler, runner=runner)
+
+    def _build_timeout(self) -> float | None:
+        """Seconds that a factory may take."""
+        timeout = self.config.reset_timeout
+        if timeout is None or self.config.environment_executor == "ray":  # which waits for room, and has a limit for it
+            return None
+        return max(timeout, LEAST_BUILD_SECONDS)
 
     def _make_sampler(self, max_sessions: int) -> Sampler:
         """Who samples. A sampler of another kind is one more branch here, and one in ``_tensors_for``."""
@@ -300,15 +319,29 @@ class Rollouts(RolloutPlan):
         if isinstance(sampler, (VLLMSampler, AbsentSampler)) and sampler.takes_adapters:
             return adapter_weights(self._policy)
         if self.config.sampler == "local":
-            return module_weights(self._policy) if self._copy is not None else None
+            own = self._copy is not None or isinstance(sampler, AbsentSampler)
+            return module_weights(self._policy) if own else None
         return policy_weights(self._policy)
 
     def environment_states(self) -> dict[str, list[object]]:
-        """What environments keep between episodes, by name (``state_dict``); nothing while none is open."""
+        """What environments keep between episodes, by name (``state_dict``); nothing while none is open.
+
+        An environment that cannot say it is left out, with a warning: a failure of its costs no checkpoint.
+        """
         if self._open is None:
             return {}
-        runner = self._open.runner
-        found = {name: runner.loop.run(pool.states()) for name, pool in runner.pools.items() if pool.spec.has_state}
+        runner, found = self._open.runner, {}
+        for name, pool in runner.pools.items():
+            if not pool.spec.has_state:
+                continue
+            try:
+                found[name] = runner.loop.run(pool.states())
+            except EnvironmentFailure as failure:
+                logger.warning(
+                    "the checkpoint is saved without the state of %s, so a resumed run begins it anew: %s",
+                    name,
+                    failure,
+                )
         return {name: states for name, states in found.items() if states}
 
     def restore_environments(self, states: Mapping[str, Sequence[object]]) -> None:
@@ -338,6 +371,7 @@ class Rollouts(RolloutPlan):
             finally:
                 if opened is not None:
                     opened.sampler.close()
-                self._copy = None
+                if self._policy is None or not is_cut(dict(self._policy.base.named_parameters())):
+                    self._copy = None  # of cut weights none could be made again
                 self._close_unused()
                 self._tell()

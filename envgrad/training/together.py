@@ -99,6 +99,12 @@ def check_engine(trainer: RolloutTrainer) -> None:
             )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ConfigurationError("fsdp_version 1: its weights cannot be gathered one by one; set fsdp_version: 2")
+    config = trainer.user_args
+    if cuts_weights(trainer) and config.staleness and not config.inflight_weight_updates:
+        raise ConfigurationError(
+            "inflight_weight_updates=False cannot act on cut weights (FSDP, ZeRO-3) in an asynchronous run of several "
+            "processes: an error while episodes end would leave the others in a gather; set it to True"
+        )
     if cuts_weights(trainer) and trainer.algorithm.teacher is not None:
         raise ConfigurationError(
             f"{type(trainer.algorithm).__name__} has a teacher, whose forwards are not as many on every process: it "
@@ -113,6 +119,13 @@ def cuts_weights(trainer: RolloutTrainer) -> bool:
         return True
     plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
     return plugin is not None and plugin.zero_stage == 3
+
+
+def agreed_epoch(trainer: RolloutTrainer, epoch: float) -> float:
+    """The first process's, where it plays for all: it alone knows what has been drawn."""
+    if not one_plays(trainer.user_args):
+        return epoch
+    return float(gather_lists(trainer.ranks, {"epoch": [epoch]})["epoch"][0])
 
 
 def all_know(trainer: RolloutTrainer, error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ from envgrad.training.setup import (
 from envgrad.training.step_passes import PassesTrainer
 from envgrad.training.stream import StepItem, StepStream
 from envgrad.training.teacher import Teacher
-from envgrad.training.together import ENDINGS, all_know, check_engine, led
+from envgrad.training.together import ENDINGS, agreed_epoch, all_know, check_engine, led
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,8 @@ class RolloutTrainer(PassesTrainer, ResumingTrainer, BestModelTrainer, Evaluatin
                 callbacks=list(callbacks),
                 optimizers=optimizers,
             )
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # copied here, before Trainer would move it
+                self._move_model_to_device(policy.model, self.args.device)
             self.preparation = Preparation.of(self, policy.model, inputs)
             self.teacher = self._teacher(policy.model)
             self._sync_reference = sync_reference(args, self.preparation.reference)
@@ -142,7 +145,9 @@ class RolloutTrainer(PassesTrainer, ResumingTrainer, BestModelTrainer, Evaluatin
         self.completion_log = completion_log(args, self.args.report_to) if not self.ranks.rank else None
         self.last_round: Round | None = None
         self._told_of_nothing = False
-        self.callback_handler.callbacks.insert(0, ClockCallback(self._tasks, self._unused_tasks))
+        self.callback_handler.callbacks.insert(
+            0, ClockCallback(self._tasks, self._unused_tasks, partial(agreed_epoch, self))
+        )
 
     def _teacher(self, policy: nn.Module) -> Teacher | None:
         """What the algorithm distils from; it follows the training as a callback."""

@@ -70,7 +70,12 @@ def frozen_copy(policy: Policy) -> PreTrainedModel:
 
 def module_weights(policy: Policy) -> Mapping[str, Tensor]:
     """Every parameter and buffer of the policy's transformers model, adapters included, under the module's names."""
-    weights: Mapping[str, Tensor] = policy.base.state_dict()
+    found = policy.base.state_dict(keep_vars=True)
+    # DeepSpeed's own mark of a weight that is cut (ds_id) does not survive detach
+    weights: Mapping[str, Tensor] = {
+        name: one if hasattr(one, "ds_id") or not isinstance(one, Tensor) else one.detach()
+        for name, one in found.items()
+    }
     return weights
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import openai
 import pytest
 
 from envgrad.agents import AgentEndpoint, AgentProgram, AgentTimeLimit
+from envgrad.agents.program import ProgramFailed, _end_with_parent
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, SamplerFailure, TooManyFailures
 from envgrad.rollout.group import GroupPolicy
 from envgrad.types import Episode, Group, StopReason
@@ -116,6 +118,31 @@ def test_an_episode_past_its_timeout_is_truncated_and_its_program_killed(tmp_pat
     episode = play_one(Hanging, INC, episode_timeout=2.5)
     assert episode.stop_reason is StopReason.EPISODE_TIMEOUT and episode.reward == -1.0
     _gone((tmp_path / "pids").read_text().split())
+
+
+@pytest.mark.skipif(not _end_with_parent(), reason="setpriv --pdeathsig is not here")
+def test_a_program_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from envgrad.agents import AgentEndpoint, AgentProgram\n"
+        "endpoint = AgentEndpoint(base_url='http://127.0.0.1:9/v1', api_key='k', messages=())\n"
+        "asyncio.run(AgentProgram(['sh', '-c', 'echo $$ > $0; exec sleep 600', sys.argv[1]]).run(endpoint))\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "pid")])
+    until = time.monotonic() + 60.0
+    while not (tmp_path / "pid").exists() or not (pids := (tmp_path / "pid").read_text().split()):
+        assert time.monotonic() < until and trainer.poll() is None
+        time.sleep(0.02)
+    assert _alive(pids[0])
+    trainer.kill()
+    trainer.wait()
+    _gone(pids)
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    endpoint = AgentEndpoint(base_url="http://127.0.0.1:9/v1", api_key="k", messages=())
+    with pytest.raises(ProgramFailed, match="nowhere-to-be-found"):
+        asyncio.run(AgentProgram(["nowhere-to-be-found"]).run(endpoint))
 
 
 def _gone(pids: list[str]) -> None:

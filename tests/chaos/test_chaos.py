@@ -88,8 +88,12 @@ def test_failing_hanging_and_dying_members_in_processes(zygote: Zygote, tmp_path
     assert tally["closes"] == sum(counts["close", way] for way in ("raise", "hang", "die"))
     # What was logged on the way adds up to the same, and so does the last log.
     assert sum(entry["failures/total"] for entry in told["logged"]) == sum(tally["failures"].values())
-    assert sum(entry.get("faults/environment", 0.0) for entry in told["logged"]) == tally["faults"]["environment"]
-    assert told["last"]["run/faults/environment"] == tally["faults"]["environment"]
+    for what in ("faults", "failures"):
+        for kind, count in tally[what].items():
+            assert sum(entry.get(f"{what}/{kind}", 0.0) for entry in told["logged"]) == count
+            assert told["last"][f"run/{what}/{kind}"] == count
+    assert all(any(f"{count} {kind}" in line for line in told["lines"]) for kind, count in tally["faults"].items())
+    assert all(counts["close", way] for way in ("raise", "hang", "die"))
     assert tally["hung"] == 0
     assert told["after"] == told["before"] and not told["after"]["children"]
     assert all(gone(pid) for _, _, _, _, pid in book.lines() if pid != os.getpid())

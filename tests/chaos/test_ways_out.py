@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.chaos_scenarios import Book
+from helpers.trainers import NAMES
 from helpers.zygote import Zygote, alive, gone
 
 
@@ -33,7 +34,7 @@ def check_ended(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-@pytest.mark.parametrize("end", ["normal", "exception", "construction", "evaluation"])
+@pytest.mark.parametrize("end", ["normal", "exception", "evaluation"])
 def test_instances_are_closed_once(zygote: Zygote, tmp_path: Path, end: str, executor: str) -> None:
     code, run = zygote.run("living", tmp_path, end, executor)
     assert code == 0, run.stderr
@@ -42,6 +43,17 @@ def test_instances_are_closed_once(zygote: Zygote, tmp_path: Path, end: str, exe
     assert not programs if executor == "process" else len(programs) <= 1, "in a thread the program is the user's affair"
     for pid in programs:
         signal_if_alive(pid)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_a_construction_that_fails_closes_instances_once(
+    zygote: Zygote, tmp_path: Path, algorithm: str, executor: str
+) -> None:
+    code, run = zygote.run("living", tmp_path, "construction", executor, algorithm)
+    assert code == 0, run.stderr
+    check_ended(tmp_path)
+    assert not json.loads(run.stdout.splitlines()[-1])["children"]
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])

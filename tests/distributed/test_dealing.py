@@ -118,6 +118,6 @@ def test_what_cannot_be_sent_is_an_error_that_says_so() -> None:
 
 def test_a_led_round_brings_its_tasks() -> None:
     task = replace(stream_of_rows().take(1)[0], row={"prompt": "p"})
-    led = Led(played=Round(groups=(group_of(task),)), metrics={"a": 1.0}, unused=2, tasks={"position": 3})
+    led = Led(played=Round(groups=(group_of(task),)), metrics={"a": 1.0}, unused=2)
     found = from_bytes(to_bytes(led))
     assert isinstance(found, Led) and found.played.groups[0].task == task and found.unused == 2

@@ -123,6 +123,28 @@ def test_a_discarded_instance_is_closed_and_its_place_is_free():
     world.check_all_closed_once()
 
 
+def test_an_instance_that_comes_too_late_is_closed_and_its_place_is_free():
+    world = World()
+
+    async def play():
+        spec, probe = inspect_environment("env", world.factory)
+        pool = InstancePool(spec, probe, limit=2, workers=WorkerPool(), close_timeout=2.0, build_timeout=0.1)
+        first = await pool.acquire()
+        world.slow_build.clear()
+        with pytest.raises(EnvironmentFailure, match=r"the factory did not return in 0\.\d s"):
+            await pool.acquire()
+        world.slow_build.set()
+        second = await pool.acquire()
+        deadline = time.monotonic() + LIMIT
+        while len(world.closed) < 1 and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert len(world.opened) == 3 and world.closed[0] not in (first, second) and pool.size == 2
+        await pool.close()
+
+    run(play())
+    world.check_all_closed_once()
+
+
 def test_a_failing_factory_is_the_environments_failure_and_frees_its_place():
     world = World()
 

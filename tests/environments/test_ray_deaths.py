@@ -74,7 +74,7 @@ def test_two_hundred_slow_environments_in_sixteen_actors(cluster: Any) -> None:
         f"{taken:.2f} s: {share:.3f} of ideal, {environments * calls / taken:.0f} calls a second"
     )
     assert most <= 16 and rewards == [float(calls)] * environments
-    assert share > 0.3, "far from one after the other, which would be 0.08 with 16 at once"
+    assert share > 0.1, "far from one after the other, which would be 0.08 with 16 at once"
 
 
 def work(times: int) -> list[list[int]]:

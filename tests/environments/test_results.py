@@ -129,6 +129,7 @@ def test_calls_survive_and_filled_up_keys_go():
         ([USER, {"role": "user"}], None, "message 1 has no content"),
         ([{"role": "user", "content": 3}], None, "content 3"),
         ([{"role": "user", "content": "x", "tool_calls": []}], None, "tool_calls"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [5]}], None, "tool_calls"),
         ([{"type": "image", "image": None}], None, "block of type 'image', but prompts are text only"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], None, "'image_url', but prompts are text only"),
         ([{"type": "text"}], None, "the block"),

@@ -472,6 +472,15 @@ class TestRows:
         bad: Any = ["a", "b"]
         with pytest.raises(ConfigurationError, match="row 0 of the dataset is a str"):
             build_task_stream({}, seed=0, split="train", dataset=bad)
+        later: Any = [{"environment": "a"}, 5]
+        with pytest.raises(ConfigurationError, match="row 1 of the dataset is a int"):
+            build_task_stream(specs(endless("a")), seed=0, split="train", dataset=later, routed=True)
+
+    @pytest.mark.parametrize("again", [[3], ["x"], [None]])
+    def test_a_state_that_is_none(self, again: Any) -> None:
+        tasks = build_task_stream({}, seed=0, split="train", dataset=ROWS)
+        with pytest.raises(ConfigurationError, match="must be a mapping"):
+            tasks.load_state_dict(tasks.state_dict() | {"again": again})
 
     def test_an_empty_dataset(self) -> None:
         with pytest.raises(ConfigurationError, match="the dataset has no rows"):

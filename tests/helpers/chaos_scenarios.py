@@ -42,7 +42,8 @@ class Book:
         self.decisions: dict[str, list[str]] = {}
         for member in ("reset", "tool", "reward", "close"):
             drawn = random.Random(f"{seed}/{member}")
-            self.decisions[member] = [drawn.choice(ways) if drawn.random() < FAILING else "ok" for _ in range(20_000)]
+            share = 4 * FAILING if member == "close" else FAILING  # most instances are used again, few are closed
+            self.decisions[member] = [drawn.choice(ways) if drawn.random() < share else "ok" for _ in range(20_000)]
 
     def note(self, member: str, instance: int) -> tuple[int, str]:
         """Write down a call; its number among the calls of this member, and what it is to do."""
@@ -228,7 +229,7 @@ def _living(book: Book, end: str) -> type:
     return Living
 
 
-def living(folder: Path, end: str, executor: str) -> None:
+def living(folder: Path, end: str, executor: str, algorithm: str = "GRPO") -> None:
     """Come to an end in one of the ways, with instances that close badly."""
     book = Book(folder / "book", seed=0, ways=("ok",))
 
@@ -241,9 +242,9 @@ def living(folder: Path, end: str, executor: str) -> None:
     options: dict[str, Any] = {"environment_executor": executor, "reset_timeout": 60.0, "close_timeout": 4.0}
     if end == "construction":
         with contextlib.suppress(ConfigurationError):
-            _trainer(folder, "GRPO", environment, 4, 2, tool_parser="none of them", **options)
+            _trainer(folder, algorithm, environment, 4, 2, tool_parser="none of them", **options)
     else:
-        trainer = _trainer(folder, "GRPO", environment, 4, 2, **options)
+        trainer = _trainer(folder, algorithm, environment, 4, 2, **options)
         trainer.add_callback(Ends())
         with contextlib.suppress(_Stop, KeyboardInterrupt, Terminated):
             trainer.train() if end != "evaluation" else trainer.evaluate()

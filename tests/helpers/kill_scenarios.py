@@ -100,7 +100,7 @@ class Events:
 
     def _audit(self, run: str, name: str, args: tuple[Any, ...]) -> None:
         if name in ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree") and str(args[0]).startswith(run):
-            inside = any(part in str(args[0]) for part in ("checkpoint-", ".saving-", ".removing-"))
+            inside = any(part in str(args[0]) for part in ("checkpoint-", ".saving-", ".replaced-", ".removing-"))
             reads = name == "open" and "checkpoint-" in str(args[0]) and args[1] in ("r", "rb")
             if inside:
                 self("load" if reads else "save")

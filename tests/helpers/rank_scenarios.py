@@ -346,6 +346,17 @@ class Broken(Closing):
         return super().reset(seed)
 
 
+class Breaks(Closing):
+    """Fails once ``broken`` is set."""
+
+    broken = False
+
+    def reset(self, seed: int) -> str:
+        if Breaks.broken:
+            raise OSError("the simulator burnt down")
+        return super().reset(seed)
+
+
 class Waiting(Closing):
     """Waits in a later reset of one rank for what comes from outside."""
 
@@ -391,13 +402,18 @@ def asynchronous(folder: Path, sampler: str, staleness: str = "2", resume: str =
     finish(folder, trainer, before)
 
 
+def _break() -> None:
+    Breaks.broken = True
+
+
 def asynchronous_ends(folder: Path, how: str) -> None:
     environment, what = ENDS[how]
+    environment = Breaks if what is None else environment
     trainer = make(
         folder, environment, "AsyncGRPO", max_steps=500, max_completion_length=8, save_strategy="steps", save_steps=999,
         max_consecutive_failed_groups=4, max_episode_retries=0, learning_rate=0.01, deterministic=False,
         reset_timeout=60.0, close_timeout=0.5, max_staleness=1,
-        callbacks=[_OnStep(-1, 0, None) if what is None else _OnStep(2, 1, what)],
+        callbacks=[_OnStep(2, 0, _break) if what is None else _OnStep(2, 1, what)],
     )  # fmt: skip
     trainer.train()
 

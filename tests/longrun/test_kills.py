@@ -122,15 +122,11 @@ def make(zygote: Zygote, folder: Path, algorithm: str, variant: str, steps: int)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_ends_in_the_weights_of_the_whole_one(zygote: Zygote, tmp_path: Path) -> None:
-    """Five kills within rounds: in a rollout, behind a publish, in a micro-batch, around an update, in a save."""
-    unbroken, killed = make(zygote, tmp_path, "GRPO", "all", steps=30)
+    """Twenty kills: in a rollout, behind a publish, in a micro-batch, around an update, in a save, in a load."""
+    unbroken, killed = make(zygote, tmp_path, "GRPO", "all", steps=60)
     expected = unbroken.finish()
-    killed.die(5, seed=0)
+    killed.die(20, seed=0)
     assert torch.equal(killed.finish(), expected), killed.deaths
-
-
-TWENTY = ("lora", "all")
-"""variants that are killed twenty times; the others eight times"""
 
 
 @long_run
@@ -138,10 +134,10 @@ TWENTY = ("lora", "all")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("algorithm", ["GRPO", "RLOO", "SDPO"])
 def test_kills_change_no_bit(zygote: Zygote, tmp_path: Path, algorithm: str, variant: str) -> None:
-    deaths, long_rounds = 20 if variant in TWENTY else 8, variant in ("rounds", "all", "short rounds")
-    unbroken, killed = make(zygote, tmp_path, algorithm, variant, steps=deaths * (3 if long_rounds else 2))
+    long_rounds = variant in ("rounds", "all", "short rounds")
+    unbroken, killed = make(zygote, tmp_path, algorithm, variant, steps=20 * (3 if long_rounds else 2))
     expected = unbroken.finish()
-    killed.die(deaths, seed=sorted(VARIANTS).index(variant) + 100 * len(algorithm))
+    killed.die(20, seed=sorted(VARIANTS).index(variant) + 100 * len(algorithm))
     assert torch.equal(killed.finish(), expected), killed.deaths
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from envgrad.environments.boundary import Ok, Raised, TimedOut
 from envgrad.errors import ConfigurationError, EnvironmentFailure, RewardFailure, RewardTimeout
 from envgrad.rewards.results import read_rewards, value_of
+from envgrad.rollout.finite import episode_name
 from envgrad.rollout.scoring import RewardWeights
 from helpers.rewards import answered
 
@@ -69,6 +71,27 @@ def test_a_column_of_an_array_is_no_list_of_numbers():
 def test_an_infinite_reward_is_a_failure(item):
     with pytest.raises(RewardFailure, match=r"'style' returned .* for completion 1"):
         read_rewards([1.0, item], TWO, "style")
+
+
+def test_an_infinite_reward_names_its_episode():
+    with pytest.raises(RewardFailure, match=f"for completion 1, {episode_name(TWO[1])}"):
+        read_rewards([1.0, math.inf], TWO, "style")
+
+
+def test_nan_is_told_once_for_each_function(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert read_rewards([math.nan, None, 1.0, math.nan, 0.0, 0.0], SIX, "told_once") == [
+            None,
+            None,
+            1.0,
+            None,
+            0.0,
+            0.0,
+        ]
+        read_rewards([math.nan, 1.0], TWO, "told_once")
+        read_rewards([None, 1.0], TWO, "never_told")
+    (told,) = [record.getMessage() for record in caplog.records if "told" in record.getMessage()]
+    assert told.startswith("reward function 'told_once' returned NaN for 2 of 6 completions")
 
 
 def test_outcomes():

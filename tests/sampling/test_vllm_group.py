@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -60,6 +61,21 @@ def test_every_worker_of_every_server_gets_every_tensor(tmp_path: Path) -> None:
             with urllib.request.urlopen(f"{url}/collective_rpc", body) as response:
                 results = json.load(response)["results"]
             assert [result["sums"] for result in results] == [expected] * len(results)
+
+
+def test_the_ranks_meet_at_the_one_address_that_the_servers_know() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = GroupTransport(torch.device("cpu"), port=port, timeout=20.0, backend="gloo")
+    with fake_vllm(tiny_llama()) as fake:
+        sampler = VLLMSampler(VLLMOptions(base_urls=(fake.url,)), lambda servers: meeting)
+        try:
+            socket.create_connection(("127.0.0.1", port), 5).close()
+            with pytest.raises(ConnectionRefusedError):  # another address of this machine
+                socket.create_connection(("127.0.0.2", port), 5)
+            sampler.update_weights(1, changed(tiny_llama()))
+        finally:
+            sampler.close()
 
 
 def test_a_worker_that_cannot_place_a_tensor_ends_the_update_and_nobody_hangs() -> None:

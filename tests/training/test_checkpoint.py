@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
@@ -140,6 +142,9 @@ def rewrite(path, change):
          ["other tasks than this run draws"]),
         ("rollout_groups.json", lambda data: data["records"]["groups"]["waiting"][0].update(teaches=1),
          ["waiting[0].teaches is a int, and must be a bool"]),
+        ("rollout_groups.json",
+         lambda data: data["records"]["groups"]["waiting"][0]["group"]["episodes"][0].update(stop_reason=[1]),
+         ["stop_reason=[1] is no stop reason"]),
     ],
 )  # fmt: skip
 def test_what_was_changed_is_named(tmp_path, name, change, words):
@@ -251,6 +256,34 @@ def test_a_step_saved_again_replaces_its_checkpoint(tmp_path):
     trainer._save_checkpoint(trainer.model, None)
     assert names(tmp_path) == ["checkpoint-1"]
     assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() != before
+
+
+def test_a_checkpoint_that_was_to_be_replaced_comes_back(tmp_path, monkeypatch):
+    """Killed between the two renames: there is no ``checkpoint-1`` then, and the whole one lies beside."""
+    from envgrad.training import checkpoint
+
+    trainer = make(tmp_path, max_steps=1)
+    trainer.train()
+    before = (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes()
+    plain = os.replace
+
+    def killed(source, target):
+        if ".saving" in str(source):
+            raise KeyboardInterrupt
+        plain(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer._save_checkpoint(trainer.model, None)
+    monkeypatch.undo()
+    assert names(tmp_path) == [".replaced-1", ".saving-1"]
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["checkpoint-1"]
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() == before
+    again = make(tmp_path / "copy", max_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2 and names(tmp_path / "copy") == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.parametrize("name", NAMES)

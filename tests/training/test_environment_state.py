@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,132 @@ def test_a_resumed_run_goes_on_at_the_level_of_the_checkpoint(name: str, tmp_pat
     again = Kind(name).make(tmp_path, options=options, environment_factory=Own)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert min(Own.resets) == state["level"]
+
+
+@pytest.mark.parametrize("name", ["GRPO", "AsyncGRPO"])
+def test_each_environment_of_a_mixture_goes_on_at_its_own_level(name: str, tmp_path: Path) -> None:
+    """Played ahead too: there a level may rise while a checkpoint asks for it."""
+
+    class First(Levels):
+        level, resets = 0, []
+
+    class Second(Levels):
+        level, resets = 0, []
+
+    kinds = {"first": First, "second": Second}
+    options = {
+        "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 8,
+        "max_completion_length": 8,
+    }  # fmt: skip
+    if name == "AsyncGRPO":
+        options["max_staleness"] = 1
+    Kind(name).make(tmp_path, options=options, environment_factory=kinds).train()
+    saved = json.loads((tmp_path / "checkpoint-2" / "rollout_state.json").read_text())["environments"]
+    for kind in kinds.values():
+        kind.level, kind.resets = 0, []
+    again = Kind(name).make(tmp_path, options=options, environment_factory=kinds)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for environment, kind in kinds.items():
+        levels = {state["level"] for state in saved[environment]}
+        assert 0 not in levels and min(kind.resets) in levels
+
+
+def test_states_cross_processes(tmp_path: Path) -> None:
+    book = tmp_path / "book"
+
+    class Own:
+        """Each instance counts its own episodes."""
+
+        def __init__(self) -> None:
+            self.level = 0
+
+        def reset(self, seed: int) -> str:
+            with book.open("a") as file:
+                file.write(f"{self.level}\n")
+            self.level += 1
+            return "Go."
+
+        def step(self, message: str) -> StepResult:
+            return StepResult("ok", reward=len(message) / 100, done=True)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"level": self.level}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.level = state["level"]
+
+    options = {
+        "max_steps": 3, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 8,
+        "environment_executor": "process",
+    }  # fmt: skip
+    Kind("GRPO").make(tmp_path / "run", options=options, environment_factory=Own).train()
+    assert sorted(book.read_text().split()) == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    saved = json.loads((checkpoint / "rollout_state.json").read_text())["environments"]
+    assert saved == {"Own": [{"level": 2}]}
+    book.unlink()
+    again = Kind("GRPO").make(tmp_path / "run", options=options, environment_factory=Own)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert book.read_text().split() == ["2"] * 4
+
+
+class Silent(Levels):
+    """Cannot say its level."""
+
+    hangs = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.hangs:
+            time.sleep(2)
+        raise OSError("nobody knows")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_cannot_be_told_costs_no_checkpoint(
+    name: str, hangs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(Silent):
+        level, resets = 0, []
+
+    Own.hangs = hangs
+    options = {
+        "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 8, "reset_timeout": 0.3,
+    }  # fmt: skip
+    if name == "SDPO":
+        options["success_reward_threshold"] = 0.01
+    with caplog.at_level(logging.WARNING):
+        trainer = Kind(name).make(tmp_path, options=options, environment_factory=Own)
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert json.loads((tmp_path / "checkpoint-2" / "rollout_state.json").read_text())["environments"] == {}
+    why = "did not return in 0." if hangs else "raised OSError: nobody knows"
+    assert (
+        f"saved without the state of Own, so a resumed run begins it anew: environment 'Own': state_dict {why}"
+        in caplog.text
+    )
+
+
+def test_an_instance_that_cannot_tell_its_state_is_replaced() -> None:
+    class Moody(Named):
+        def state_dict(self) -> dict[str, Any]:
+            if self.name == 1:
+                raise OSError("not now")
+            return super().state_dict()
+
+    async def scenario() -> None:
+        pool, workers = pool_of(Moody)
+        out = [await pool.acquire() for _ in range(3)]
+        for one, number in zip(out, (1, 2, 3), strict=True):
+            one.name = number
+        for one in reversed(out):
+            pool.release(one)
+        assert await pool.states() == [{"name": 2}, {"name": 3}]
+        assert pool.size == pool.num_free == 2
+        await pool.close()
+        workers.close()
+
+    asyncio.run(scenario())
 
 
 class Named:

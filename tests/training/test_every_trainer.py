@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 
 import pytest
 import torch
@@ -190,6 +192,35 @@ def test_a_dataset_routes_rows_and_shows_only_that_environments_tools(kind, tmp_
     assert logged(trainer, "reward/up") == [1.0] and logged(trainer, "reward/down") == [0.0]
 
 
+def test_environments_that_share_a_task_column_see_their_own_rows_only(kind, tmp_path, monkeypatch):
+    seen = {"up": [], "down": []}
+
+    class Up(Counter):
+        def reset(self, task):
+            super().reset(0)
+            seen["up"].append(task)
+            return f"Up {task}."
+
+    class Down(Counter):
+        def reset(self, task):
+            super().reset(0)
+            seen["down"].append(task)
+            return f"Down {task}."
+
+    samplers = script(monkeypatch, ANSWER)
+    rows = [{"environment": name, "task": f"{name}-{n}"} for n in range(2) for name in seen]
+    trainer = kind.make(
+        tmp_path, train_dataset=Dataset.from_list(rows), environment_factory={"up": Up, "down": Down},
+        options={"max_steps": -1, "num_train_epochs": 1},
+    )  # fmt: skip
+    trainer.train()
+    assert {name: sorted(tasks) for name, tasks in seen.items()} == {
+        name: sorted([f"{name}-0", f"{name}-1"] * 4) for name in seen
+    }
+    asked = [tokenizer_of().decode(request.prompt_ids) for request in samplers[0].requests]
+    assert sum("Up up-" in text for text in asked) == sum("Down down-" in text for text in asked) == 8
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [(["up", "dwon"], ["row 1", "dwon", "up, down"]), (["up", None], ["row 1", "None", "up, down"])],
@@ -304,6 +335,8 @@ def test_a_reward_list_of_the_wrong_length_names_the_function_and_both_counts(ki
     with pytest.raises(ConfigurationError, match=r"short.*") as found:
         trainer.train()
     assert "4" in str(found.value)
+    if isinstance(given, list):
+        assert f"returned {len(given)} rewards" in str(found.value)
 
 
 @pytest.mark.parametrize("nothing", [None, float("nan")])
@@ -344,6 +377,8 @@ def test_equal_rewards_teach_nothing_and_break_nothing(kind, tmp_path, monkeypat
         assert logged(trainer, "loss") == [0.0] * 3 and torch.equal(before, flat(trainer.model))
         assert sum("teaches nothing" in record.getMessage() for record in caplog.records) == 1, "told once"
     assert torch.isfinite(flat(trainer.model)).all()
+    told = [(name, value) for entry in trainer.state.log_history for name, value in entry.items()]
+    assert [pair for pair in told if isinstance(pair[1], int | float) and not math.isfinite(pair[1])] == []
 
 
 def test_what_reward_functions_log_is_averaged_and_kept(kind, tmp_path, monkeypatch):
@@ -492,6 +527,37 @@ def test_one_task_inside_a_group_and_different_ones_across(kind, tmp_path, monke
     assert not any(value for sample in samples for value in sample.advantages)
 
 
+def test_a_resumed_run_keeps_one_task_inside_a_group(kind, tmp_path, monkeypatch):
+    """Within a round of two steps: its second step is in the checkpoint, and the next round is played anew."""
+
+    class Draws:
+        def reset(self):
+            self.task = random.randrange(10**9)
+            return "Go."
+
+        def get_reward(self):
+            return float(self.task)
+
+        def act(self) -> str:
+            """Act."""
+            return "done"
+
+    script(monkeypatch, ANSWER)
+    played = []
+    for steps in (1, 4):
+        options = {
+            "per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": steps, "save_strategy": "steps",
+            "save_steps": 1, "deterministic": True,
+        } | ({"beta": 0.0} if kind.name == "RLOO" else {})  # fmt: skip
+        trainer = kind.make(tmp_path, environment_factory=Draws, options=options)
+        trainer.train(resume_from_checkpoint=steps > 1)
+        played += trainer.last_round.groups
+    assert trainer.state.global_step == 4 and len(played) == 8
+    tasks = [{episode.reward for episode in group.episodes} for group in played]
+    assert all(len(task) == 1 for task in tasks), "one inside each group"
+    assert len(set.union(*tasks)) == 8, "another in each"
+
+
 # -- failures
 
 
@@ -532,7 +598,9 @@ def test_a_hanging_tool_ends_in_seconds(kind, tmp_path, monkeypatch):
 
     script(monkeypatch, by_sibling(*[[turn(call("inc", n=n)), *ANSWER] for n in (1, 13, 2, 3)]))
     trainer = kind.make(tmp_path, environment_factory=Hangs, options={"max_steps": 1, "tool_timeout": 0.3})
+    began = time.monotonic()
     trainer.train()
+    assert time.monotonic() - began < 60, "of a tool that sleeps for an hour"
     outcomes = [episode.turns[0].outcomes[0] for episode in trainer.last_round.groups[0].episodes]
     assert [outcome.ok for outcome in outcomes] == [True, False, True, True] and "too long" in outcomes[1].content
 
@@ -552,6 +620,23 @@ def test_a_reward_function_that_always_fails_stops_the_run_with_its_error(kind, 
         causes.append(type(error))
         error = error.__cause__
     assert ZeroDivisionError in causes
+
+
+def test_instances_are_as_many_as_episodes_in_flight(kind, tmp_path, monkeypatch):
+    alive, peak = set(), []
+
+    class Alive(Counter):
+        def __init__(self):
+            alive.add(self)
+            peak.append(len(alive))
+
+        def close(self):
+            alive.discard(self)
+
+    script(monkeypatch, by_sibling(*[[turn(call("inc", n=n)), turn("done")] for n in range(4)]), latency=0.002)
+    options = {"max_steps": 2, "per_device_train_batch_size": 24, "max_concurrent_episodes": 8}
+    kind.make(tmp_path, environment_factory=Alive, options=options).train()
+    assert 4 <= max(peak) <= 8 and not alive
 
 
 # -- rollout_func
@@ -597,6 +682,30 @@ def test_rollouts_that_cannot_be_read_are_named(kind, tmp_path, output, words):
     with pytest.raises(ConfigurationError) as found:
         trainer.train()
     assert all(word in str(found.value) for word in words), found.value
+
+
+def test_own_rollouts_that_fail_are_counted(kind, tmp_path):
+    calls = []
+
+    def rollouts(prompts, trainer):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("no answer")
+        answers = trainer.generate(prompts, max_tokens=6)
+        return {
+            "prompt_ids": [answer.prompt_ids for answer in answers],
+            "completion_ids": [answer.completion_ids for answer in answers],
+            "logprobs": [answer.logprobs for answer in answers],
+        }
+
+    def pays(completions, **kwargs):
+        return [float(index) for index in range(len(completions))]
+
+    rows = Dataset.from_list([{"prompt": "Say"}, {"prompt": "Tell"}])
+    trainer = kind.make(tmp_path, reward_funcs=pays, train_dataset=rows, rollout_func=rollouts)
+    trainer.train()
+    assert sum(logged(trainer, "faults/environment")) == 1.0 == logged(trainer, "run/faults/environment")[-1]
+    assert sum(logged(trainer, "failures/environment")) == 4.0
 
 
 # -- construction

@@ -17,10 +17,10 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from envgrad import ConfigurationError, StepResult, TooManyFailures
+from envgrad import StepResult, TooManyFailures
 from envgrad.logprobs import policy_logprobs
 from helpers.chat_templates import CASES
-from helpers.models import Letters, flat, tiny_llama, tokenizer_of
+from helpers.models import Letters, flat, tiny_llama
 from helpers.tokenizers import CHATML, bpe_tokenizer
 from helpers.trainers import NAMES, Kind, by_sibling, logged, script
 from helpers.world import TOKENIZER, call, ids, turn
@@ -431,14 +431,3 @@ def test_a_resumed_run_gives_each_group_one_task_and_repeats_none(kind, tmp_path
 
     whole = run(None)
     assert len(whole) == 8 and run(str(tmp_path / "checkpoint-2")) == whole[4:]
-
-
-def test_several_processes_are_refused_and_not_half_done(kind, tmp_path, monkeypatch):
-    config = kind.config(tmp_path)
-    monkeypatch.setattr(type(config), "world_size", property(lambda self: 2))
-    with pytest.raises(ConfigurationError, match="2 processes"):
-        import envgrad
-
-        getattr(envgrad, f"{kind.name}Trainer")(
-            tiny_llama(), args=config, processing_class=tokenizer_of(), environment_factory=Letters
-        )

@@ -364,7 +364,7 @@ def test_a_reward_that_is_not_finite_ends_the_run_where_that_is_asked_for(
     trainer = kind.make(tmp_path, environment_factory=Pays, options={"max_steps": 1, "on_nonfinite": "raise"}, **given)
     with pytest.raises(NonFiniteError) as found:
         trainer.train()
-    assert all(word in str(found.value) for word in [*words, "on_nonfinite='raise'"]), found.value
+    assert all(word in str(found.value) for word in [*words, "episode train/", "on_nonfinite='raise'"]), found.value
 
 
 def test_a_reward_function_with_an_infinite_reward_drops_its_groups(kind, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ class RunResult:
     exit_code: int
     """of the program; 128 + a signal's number where a signal ended it"""
     killed: str | None = None
-    """the limit that ended it: ``seconds``, ``memory_mb``, ``disk_mb`` or ``files``; None if none did"""
+    """the limit that ended it: ``seconds``, ``memory_mb`` or ``disk_mb`` (its size, or ``files``); None if none did"""
     truncated: bool = False
     """whether there was more output than ``output_bytes``"""
     seconds: float = 0.0

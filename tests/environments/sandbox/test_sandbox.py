@@ -48,6 +48,10 @@ def test_limits_are_named(sandbox):
     loud = sandbox.run_shell("yes | head -c 1000000")
     assert loud.truncated and len(loud.stdout) == 10_000 and "[output cut]" in loud.text()
     assert "MemoryError" in sandbox.run_python("bytearray(10**9)").stderr
+    busy = Sandbox(SandboxLimits(seconds=60, cpu_seconds=1))
+    done = busy.run_python("while True: pass")  # SIGXCPU, or SIGKILL
+    assert done.exit_code in (128 + 24, 128 + 9) and done.killed is None
+    busy.close()
     many = Sandbox(SandboxLimits(files=50))
     assert many.run_python("for i in range(200): open(f'f{i}', 'w')").killed == "disk_mb"
     many.close()

@@ -237,7 +237,7 @@ def test_a_repository_that_cannot_be_made_is_known_at_construction(tmp_path, hub
 def test_uploading_leaves_training_as_it_is(tmp_path, hub):
     ends = []
     for folder, options in (("plain", {"push_to_hub": False, "hub_model_id": None}), ("pushed", {})):
-        trainer = pushed(tmp_path / folder, **options)
+        trainer = pushed(tmp_path / folder, deterministic=True, **options)
         trainer.train()
         ends.append(flat(trainer.model))
     assert torch.equal(*ends)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from envgrad.distributed.ranks import FAILED, Ranks
 from envgrad.distributed.wire import Answer, Failed, Played, Reported, Stopped, Word, from_bytes, to_bytes
@@ -48,8 +48,6 @@ class SharedWaves:
     static: bool
     leads: bool = False
     arrived: Callable[[], int | None] = lambda: None
-    taken: list[int] = field(default_factory=list)
-    """how many groups this rank played in each wave of the last round"""
     failed: bool = False
     """whether rollouts ended with an error that all ranks know of"""
     _waves: int = 0
@@ -158,8 +156,6 @@ class SharedWaves:
                     groups[place] = group
                     if rank != self.ranks.rank:
                         runner.take_in(group)
-        own = heard[self.ranks.rank]
-        self.taken.append(len(own.groups) if isinstance(own, Played) else 0)
         return [groups[place] for place in range(len(drawn))]
 
     def report(self, own: ActivityReport) -> ActivityReport:

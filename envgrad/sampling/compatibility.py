@@ -15,19 +15,22 @@ from transformers import PreTrainedModel
 
 from envgrad.attention import IMPLEMENTATION, use_envgrad_attention
 from envgrad.sampling.decode_layout import DecodeLayout
+from envgrad.sampling.decoder_shape import OtherShape
 from envgrad.sampling.engine import ragged_forward
+from envgrad.sampling.fast import FastDecoder
 from envgrad.sampling.fused import FusedDecoder
-from envgrad.sampling.kv_cache import KVCache, StepRow
+from envgrad.sampling.kv_cache import KVCache, SlotMemory, StepRow
 from envgrad.sampling.limits import serving, text_config
+from envgrad.sampling.native_decoder import NativeDecoder
 
 logger = logging.getLogger(__name__)
 
-Forward: TypeAlias = Callable[[DecodeLayout, Tensor, Tensor], Tensor]
-"""(layout, flat token ids (T,), indices to keep) -> logits (kept, V)"""
+Forward: TypeAlias = Callable[[Any, list[int], list[int]], Tensor]
+"""(layout, flat token ids, indices to keep) -> logits (kept, V)"""
 
 _LONGEST_WINDOW = 64
 _passed: WeakSet[PreTrainedModel] = WeakSet()
-_fused_passed: WeakSet[PreTrainedModel] = WeakSet()
+_fast_passed: dict[str, WeakSet[PreTrainedModel]] = {"native": WeakSet(), "fused": WeakSet()}
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """what a model's own code raises when it is called in a way it does not know"""
 
@@ -62,7 +65,7 @@ def cached_forward_fault(model: PreTrainedModel) -> str | None:
             rows = _random_rows(model)
             plain = [_plain(model, row) for row in rows]
             use_envgrad_attention(model)
-            fault = _compare(model, partial(ragged_forward, model), rows, plain)
+            fault = _compare(model, partial(_model_forward, model), rows, plain)
         except _MODEL_ERRORS as error:
             fault = f"its forward over cached rows raised {type(error).__name__}: {error}"
     if fault is None:
@@ -72,24 +75,43 @@ def cached_forward_fault(model: PreTrainedModel) -> str | None:
     return fault
 
 
-def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
-    """A decoder that computes what ``model`` computes, in fewer operations; None if there is none for it.
+def fast_decoder(model: PreTrainedModel, threads: int = 1) -> FastDecoder | None:
+    """A decoder that computes what ``model`` computes, in one call of compiled kernels or in fewer operations than the
+    module; None if there is none for it.
 
     ``model`` must have passed ``cached_forward_fault``. The decoder's logits are compared with the plain forward's in
     the same way; those of a model that has passed are not compared again.
     """
-    decoder = FusedDecoder.of(model)
-    if decoder is None or model in _fused_passed:
-        return decoder
-    with serving(model):
-        decoder.refresh()
-        rows = _random_rows(model)
-        fault = _compare(model, decoder.forward, rows, [_plain(model, row) for row in rows])
-    if fault is not None:
-        logger.debug("%s runs its own forward, not the fused one: %s", type(model).__name__, fault)
-        return None
-    _fused_passed.add(model)
-    return decoder
+    for kind, passed in _fast_passed.items():
+        decoder = _decoder(kind, model, threads)
+        if decoder is None:
+            continue
+        if model in passed:
+            return decoder
+        with serving(model):
+            try:
+                decoder.refresh()
+            except OtherShape:  # its rotation is of another kind
+                continue
+            rows = _random_rows(model)
+            plain = [_plain(model, row) for row in rows]
+            fault = _compare(model, decoder.forward, rows, plain, cache=decoder.new_cache(), layout=decoder.layout)
+        if fault is None:
+            passed.add(model)
+            return decoder
+        logger.debug("%s does not run the %s forward: %s", type(model).__name__, kind, fault)
+    return None
+
+
+def _decoder(kind: str, model: PreTrainedModel, threads: int) -> FastDecoder | None:
+    if kind == "native":
+        return NativeDecoder.of(model, threads)
+    return FusedDecoder.of(model)
+
+
+def _model_forward(model: PreTrainedModel, layout: DecodeLayout, tokens: list[int], keep: list[int]) -> Tensor:
+    device = model.device
+    return ragged_forward(model, layout, torch.tensor(tokens, device=device), torch.tensor(keep, device=device))
 
 
 def _random_rows(model: PreTrainedModel) -> list[Tensor]:
@@ -111,19 +133,28 @@ def _plain(model: PreTrainedModel, row: Tensor) -> Tensor:
     return logits
 
 
-def _compare(model: PreTrainedModel, forward: Forward, rows: list[Tensor], plain: list[Tensor]) -> str | None:
+def _compare(
+    model: PreTrainedModel,
+    forward: Forward,
+    rows: list[Tensor],
+    plain: list[Tensor],
+    *,
+    cache: SlotMemory | None = None,
+    layout: Any = DecodeLayout,
+) -> str | None:
     """Prefill three rows in one step and copy the first; then suffixes beside a decoding row; then decode all."""
-    cache = KVCache()
+    cache = KVCache() if cache is None else cache
+    run = partial(_run, forward, layout, cache, [*rows, rows[0]])
     cache.resize(len(rows) + 1, len(rows[0]))
     every, expected = [*rows, rows[0]], [*plain, plain[0]]
     third = max(1, len(rows[2]) // 3)
     done = [len(rows[0]) - 2, third + 1, third, third]
-    got = [[one] for one in _run(forward, cache, every, [(0, 0, done[0]), (1, 0, done[1]), (2, 0, done[2])])]
+    got = [[one] for one in run([(0, 0, done[0]), (1, 0, done[1]), (2, 0, done[2])])]
     cache.copy(0, [3], third)
     got.append([got[0][0][:third]])
     for left in (1, 0):
         step = [(slot, at, len(row) - left) for slot, (at, row) in enumerate(zip(done, every, strict=True))]
-        for (slot, _, stop), logits in zip(step, _run(forward, cache, every, step), strict=True):
+        for (slot, _, stop), logits in zip(step, run(step), strict=True):
             got[slot].append(logits)
             done[slot] = stop
     difference = max(
@@ -139,12 +170,15 @@ def _compare(model: PreTrainedModel, forward: Forward, rows: list[Tensor], plain
     return None
 
 
-def _run(forward: Forward, cache: KVCache, rows: list[Tensor], step: list[tuple[int, int, int]]) -> list[Tensor]:
+def _run(
+    forward: Forward, layout: Any, cache: SlotMemory, rows: list[Tensor], step: list[tuple[int, int, int]]
+) -> list[Tensor]:
     """Logits of the tokens ``start .. stop`` of the rows in each slot."""
     device = rows[0].device
-    layout = DecodeLayout(cache, [StepRow(slot=a, start=b, size=c - b) for a, b, c in step], device)
-    tokens = torch.cat([rows[slot][start:stop] for slot, start, stop in step])
-    logits = forward(layout, tokens, torch.arange(len(tokens), device=device))
-    if not layout.layers_seen:
+    made = layout(cache, [StepRow(slot=a, start=b, size=c - b) for a, b, c in step], device)
+    tokens = [token for slot, start, stop in step for token in rows[slot][start:stop].tolist()]
+    logits = forward(made, tokens, list(range(len(tokens))))
+    if isinstance(made, DecodeLayout) and not made.layers_seen:
         raise NotImplementedError("its attention does not go through transformers' AttentionInterface")
+    logits = logits.clone()  # a decoder may write to them in its next step
     return list(torch.split(logits, [stop - start for _, start, stop in step]))

@@ -7,13 +7,12 @@ numbers of a pair lie side by side: products of queries with keys do not depend 
 outputs are computed for the tokens that need logits only. Large weights are kept in the order in which oneDNN reads
 them. All of it works on copies: the module, its weights and its training are untouched.
 
-Which models have this shape is read from their modules, and whether the numbers are theirs is found by comparing
-(``compatibility.fused_decoder``); all others run their own forward.
+Models of another shape (``decoder_shape``), or whose numbers differ, run their own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +23,23 @@ from transformers import PreTrainedModel
 
 from envgrad.attention import AttentionCall
 from envgrad.sampling.decode_layout import DecodeLayout
-from envgrad.sampling.limits import text_config
+from envgrad.sampling.decoder_shape import (
+    KEPT_BYTES,
+    DecoderShape,
+    OtherShape,
+    child,
+    epsilon_of,
+    head_norms,
+    linear,
+    tensor,
+)
+from envgrad.sampling.kv_cache import KVCache
 from envgrad.sampling.projections import Projection
 
-MOST_BYTES = 2 << 30
-"""models whose copies would take more memory run their own forward"""
-KEPT_BYTES = 64 << 20
-"""copies up to this size stay when nothing is sampled"""
 _PACKED = 1 << 18
 """weights with at least so many numbers are packed; below, a plain product is as quick"""
 _ROWS = 32
 """rows that packed weights are laid out for"""
-_GROWING_ROTATIONS = ("dynamic", "longrope")
-"""rotations that depend on the row's length"""
 
 
 class _Product:
@@ -79,9 +82,7 @@ class _Norm:
 
     @classmethod
     def of(cls, module: nn.Module, order: Tensor | None = None) -> _Norm:
-        weight, epsilon = _tensor(module, "weight"), module.__dict__.get("variance_epsilon")
-        if not isinstance(epsilon, float):
-            raise _OtherShape
+        weight, epsilon = tensor(module, "weight"), epsilon_of(module)
         ordered = weight.detach() if order is None else weight.detach()[order]
         return cls(weight=ordered * weight.shape[0] ** 0.5, epsilon=epsilon)
 
@@ -122,10 +123,6 @@ class _Copies:
     """(positions, 1, D / 2) complex"""
 
 
-class _OtherShape(Exception):
-    """The model is not built as this file needs it."""
-
-
 class FusedDecoder:
     """The forward of a model of known shape. Copies are made when it is first used, and anew when weights changed.
 
@@ -138,9 +135,11 @@ class FusedDecoder:
         True
     """
 
+    kernels = None
+    layout = DecodeLayout
+
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._shape = _Shape.of(model)
+        self._shape = DecoderShape.of(model)
         self._copies: _Copies | None = None
 
     @classmethod
@@ -149,22 +148,17 @@ class FusedDecoder:
         a CPU, whose modules are the plain ones, without hooks or adapters; else None."""
         try:
             decoder = cls(model)
-        except _OtherShape:
+        except OtherShape:
             return None
         return decoder if decoder.fits else None
 
     @property
     def fits(self) -> bool:
         """Whether the module is as it must be: on the CPU, in float32, without hooks."""
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self._shape.modules):
-            return False
-        if any(found.undone for layer in self._shape.layers for found in _projections(layer)):
-            return False
-        parameters = self._shape.parameters
-        plain = all(
-            one.dtype == torch.float32 and one.device.type == "cpu" and not one.is_inference() for one in parameters
-        )
-        return plain and 4 * sum(one.numel() for one in parameters) <= MOST_BYTES
+        return self._shape.fits
+
+    def new_cache(self) -> KVCache:
+        return KVCache()
 
     def refresh(self) -> None:
         """Make the copies anew if a weight was replaced or written to since."""
@@ -172,7 +166,7 @@ class FusedDecoder:
         if self._copies is None or self._copies.stamp != stamp:
             self._copies = None  # not two sets at once
             with torch.no_grad():
-                self._copies = self._shape.copies(stamp)
+                self._copies = _copies_of(self._shape, stamp)
 
     def forget(self) -> None:
         """Forget the copies: the weights have changed. Fused optimizers write to them without a trace in the stamp."""
@@ -180,21 +174,22 @@ class FusedDecoder:
 
     def release(self) -> None:
         """Forget large copies."""
-        if 4 * sum(one.numel() for one in self._shape.parameters) > KEPT_BYTES:
+        if self._shape.num_bytes > KEPT_BYTES:
             self._copies = None
 
-    def forward(self, layout: DecodeLayout, token_ids: Tensor, keep: Tensor | None) -> Tensor:
-        """Logits ``(len(keep), V)`` of the flat tokens ``token_ids`` (T,) at the indices ``keep`` (None: at all)."""
+    def forward(self, layout: DecodeLayout, token_ids: Sequence[int], keep: Sequence[int] | None) -> Tensor:
+        """Logits ``(len(keep), V)`` of the flat ``token_ids`` at the indices ``keep`` (None: at all)."""
         copies, shape = self._copies, self._shape
+        kept = None if keep is None else torch.tensor(keep)
         if copies is None:
             raise AssertionError("refresh() comes before forward()")
         rotation = copies.rotation.index_select(0, layout.positions)
-        x = embedding(token_ids, copies.table)
+        x = embedding(torch.tensor(token_ids), copies.table)
         last = copies.layers[-1]
         for layer in copies.layers:
             attended = self._attend(layer, layout, layer.before(x), rotation)
-            if layer is last and keep is not None:
-                attended, x = attended.index_select(0, keep), x.index_select(0, keep)
+            if layer is last and kept is not None:
+                attended, x = attended.index_select(0, kept), x.index_select(0, kept)
             x = layer.out.add(attended, x)
             normed = layer.between(x)
             parts = [product(normed) for product in layer.gate_up]
@@ -215,105 +210,40 @@ class FusedDecoder:
         return out.view(x.shape[0], heads * shape.size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """The modules of a model, found; and its sizes."""
+def _copies_of(shape: DecoderShape, stamp: tuple[object, ...]) -> _Copies:
+    half = torch.arange(shape.size // 2)
+    order = torch.stack((half, half + shape.size // 2), 1).flatten()
+    """where each number of a head comes from, so that pairs lie side by side"""
+    cosine, sine = shape.rotation()
+    return _Copies(
+        stamp=stamp,
+        layers=tuple(_layer(shape, number, layer, order) for number, layer in enumerate(shape.layers)),
+        norm=_Norm.of(child(shape.body, "norm")),
+        head=_stacked([(shape.head, None)], shape.size),
+        table=shape.table,
+        rotation=torch.complex(cosine, sine).unsqueeze(1),
+    )
 
-    body: nn.Module
-    layers: tuple[nn.Module, ...]
-    head: Projection
-    rotary: nn.Module
-    heads: int
-    kv_heads: int
-    size: int
-    mlp: int
-    positions: int
-    modules: tuple[nn.Module, ...]
-    parameters: tuple[nn.Parameter, ...]
 
-    @property
-    def stamp(self) -> tuple[object, ...]:
-        """Differs from an earlier one if a weight was replaced or written to, or another adapter acts."""
-        adapters = tuple(found.added for layer in self.layers for found in _projections(layer))
-        return (*((one.data_ptr(), one._version) for one in self.parameters), *adapters)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> _Shape:
-        """
-        Raises:
-            _OtherShape: a module is missing, or is another one.
-        """
-        config = text_config(model)
-        body, head = _child(model, "model"), _linear(model, "lm_head")
-        rotary, stack = _child(body, "rotary_emb"), _child(body, "layers")
-        layers = tuple(stack.children())
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        kind = rotary.__dict__.get("rope_type")
-        if not layers or kinds != {"full_attention"} or kind is None or any(one in kind for one in _GROWING_ROTATIONS):
-            raise _OtherShape
-        if any(isinstance(getattr(one, "sliding_window", None), int) for one in (config, *_attentions(layers))):
-            raise _OtherShape
-        first = _attentions(layers)[0]
-        size = first.__dict__.get("head_dim")
-        if not isinstance(size, int) or size % 2:
-            raise _OtherShape
-        query, key = _linear(first, "q_proj").base, _linear(first, "k_proj").base
-        shape = cls(
-            body=body, layers=layers, head=head, rotary=rotary, size=size,
-            heads=query.out_features // size, kv_heads=key.out_features // size,
-            mlp=_linear(_child(layers[0], "mlp"), "gate_proj").base.out_features,
-            positions=int(config.max_position_embeddings),
-            modules=tuple(model.modules()), parameters=tuple(model.parameters()),
-        )  # fmt: skip
-        used = {id(one) for layer in layers for one in _weights_of(layer)}
-        used |= {
-            id(one) for one in (*_child(model, "lm_head").parameters(), _tensor(_child(body, "embed_tokens"), "weight"))
-        }
-        used |= {id(_tensor(_child(body, "norm"), "weight"))}
-        if {id(one) for one in shape.parameters} != used:  # it has weights that this forward would not use
-            raise _OtherShape
-        return shape
-
-    def copies(self, stamp: tuple[object, ...]) -> _Copies:
-        half = torch.arange(self.size // 2)
-        order = torch.stack((half, half + self.size // 2), 1).flatten()
-        """where each number of a head comes from, so that pairs lie side by side"""
-        table = _tensor(_child(self.body, "embed_tokens"), "weight").detach()
-        return _Copies(
-            stamp=stamp,
-            layers=tuple(self._layer(number, layer, order) for number, layer in enumerate(self.layers)),
-            norm=_Norm.of(_child(self.body, "norm")),
-            head=_stacked([(self.head, None)], self.size),
-            table=table,
-            rotation=self._rotation(),
-        )
-
-    def _layer(self, number: int, layer: nn.Module, order: Tensor) -> _Layer:
-        attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
-        norms = [dict(attention.named_children()).get(name) for name in ("q_norm", "k_norm")]
-        turned = [_linear(attention, name) for name in ("q_proj", "k_proj")]
-        gated: list[tuple[Projection, Tensor | None]] = [(_linear(mlp, one), None) for one in ("gate_proj", "up_proj")]
-        small = gated[0][0].base.weight.numel() < _PACKED
-        activation: Any = mlp.act_fn
-        return _Layer(
-            call=AttentionCall(layer=number, scaling=attention.__dict__.get("scaling"), dropout=0.0, window=None),
-            before=_Norm.of(_child(layer, "input_layernorm")),
-            qkv=_stacked([(one, order) for one in turned] + [(_linear(attention, "v_proj"), None)], self.size),
-            query_norm=None if norms[0] is None else _Norm.of(norms[0], order),
-            key_norm=None if norms[1] is None else _Norm.of(norms[1], order),
-            out=_stacked([(_linear(attention, "o_proj"), None)], self.size),
-            between=_Norm.of(_child(layer, "post_attention_layernorm")),
-            gate_up=(_stacked(gated, self.size),) if small else tuple(_stacked([one], self.size) for one in gated),
-            down=_stacked([(_linear(mlp, "down_proj"), None)], self.size),
-            activation=activation,
-        )
-
-    def _rotation(self) -> Tensor:
-        cosine, sine = self.rotary(torch.zeros(1), torch.arange(self.positions).unsqueeze(0))
-        half = self.size // 2
-        if cosine.shape[-1] != self.size or not torch.equal(cosine[..., :half], cosine[..., half:]):
-            raise _OtherShape
-        return torch.complex(cosine[0, :, :half].float(), sine[0, :, :half].float()).unsqueeze(1)
+def _layer(shape: DecoderShape, number: int, layer: nn.Module, order: Tensor) -> _Layer:
+    attention, mlp = child(layer, "self_attn"), child(layer, "mlp")
+    query_norm, key_norm = head_norms(layer)
+    turned = [linear(attention, name) for name in ("q_proj", "k_proj")]
+    gated: list[tuple[Projection, Tensor | None]] = [(linear(mlp, one), None) for one in ("gate_proj", "up_proj")]
+    small = gated[0][0].base.weight.numel() < _PACKED
+    activation: Any = mlp.act_fn
+    return _Layer(
+        call=AttentionCall(layer=number, scaling=attention.__dict__.get("scaling"), dropout=0.0, window=None),
+        before=_Norm.of(child(layer, "input_layernorm")),
+        qkv=_stacked([(one, order) for one in turned] + [(linear(attention, "v_proj"), None)], shape.size),
+        query_norm=None if query_norm is None else _Norm.of(query_norm, order),
+        key_norm=None if key_norm is None else _Norm.of(key_norm, order),
+        out=_stacked([(linear(attention, "o_proj"), None)], shape.size),
+        between=_Norm.of(child(layer, "post_attention_layernorm")),
+        gate_up=(_stacked(gated, shape.size),) if small else tuple(_stacked([one], shape.size) for one in gated),
+        down=_stacked([(linear(mlp, "down_proj"), None)], shape.size),
+        activation=activation,
+    )
 
 
 def _stacked(parts: list[tuple[Projection, Tensor | None]], size: int) -> _Product:
@@ -328,47 +258,3 @@ def _stacked(parts: list[tuple[Projection, Tensor | None]], size: int) -> _Produ
         biases.append(weight.new_zeros(weight.shape[0]) if bias is None else bias)
     biased = any(found.bias is not None for found, _ in parts)
     return _Product(weights[0] if len(weights) == 1 else torch.cat(weights), torch.cat(biases) if biased else None)
-
-
-def _projections(layer: nn.Module) -> Iterator[Projection]:
-    attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        yield _linear(attention, name)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        yield _linear(mlp, name)
-
-
-def _weights_of(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a layer that ``_Shape._layer`` reads."""
-    for found in _projections(layer):
-        yield from (found.base if found.lora is None else found.lora).parameters()
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield _tensor(_child(layer, name), "weight")
-    for name, norm in _child(layer, "self_attn").named_children():
-        if name in ("q_norm", "k_norm"):
-            yield _tensor(norm, "weight")
-
-
-def _attentions(layers: tuple[nn.Module, ...]) -> list[nn.Module]:
-    return [_child(layer, "self_attn") for layer in layers]
-
-
-def _child(module: nn.Module, name: str) -> nn.Module:
-    found = module._modules.get(name)
-    if found is None:
-        raise _OtherShape
-    return found
-
-
-def _linear(module: nn.Module, name: str) -> Projection:
-    found = Projection.of(_child(module, name))
-    if found is None:
-        raise _OtherShape
-    return found
-
-
-def _tensor(module: nn.Module, name: str) -> nn.Parameter:
-    found = module._parameters.get(name)
-    if found is None:
-        raise _OtherShape
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,26 @@ class StepRow(NamedTuple):
     slot: int
     start: int
     size: int
+
+
+class SlotMemory(Protocol):
+    """Keys and values of rows in slots, as a scheduler sees them."""
+
+    slots: int
+    length: int
+    """tokens of a slot"""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def resize(self, slots: int, length: int, keep: Sequence[int] | None = None) -> None:
+        """Make room for ``slots`` rows of ``length`` tokens. Old slot ``keep[i]`` becomes ``i`` (default: all stay)."""
+
+    def drop(self) -> None:
+        """Forget everything."""
+
+    def copy(self, source: int, targets: Sequence[int], count: int) -> None:
+        """Copy the first ``count`` tokens of slot ``source`` to each of ``targets``."""
 
 
 class KVCache:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from envgrad.cores import compute_alone, is_small
 from envgrad.errors import ConfigurationError, SamplerFailure
 from envgrad.rollout.activity import Activity
-from envgrad.sampling.compatibility import cached_forward_fault, fused_decoder
+from envgrad.sampling.compatibility import cached_forward_fault, fast_decoder
 from envgrad.sampling.engine import Engine
 from envgrad.sampling.generate import GenerateSampler
 from envgrad.sampling.kv_cache import KVCache
@@ -73,8 +73,9 @@ class LocalSampler:
         autocast: dtype for ``torch.autocast`` around the forward, as the trainer's; default: none.
         activity: is told of each step, if given.
         update_timeout: seconds in which new weights must be taken over; default: no limit while the engine lives.
-        threads: 1: the thread of this sampler computes on one core; more: on as many as torch has. By default 1 for a
-            small model (``cores.SMALL_BYTES``), whose operations are too short to be shared.
+        threads: 1: the thread of this sampler computes on one core; more: on as many as torch has. By default torch's
+            operations get 1 for a small model (``cores.SMALL_BYTES``), for which they are too short to be shared;
+            compiled kernels get as many as torch has.
 
     Raises:
         ConfigurationError: the model cannot be served, or an option is out of range.
@@ -113,14 +114,14 @@ class LocalSampler:
         fault = self.check(model)
         if fault is not None:
             raise ConfigurationError(f"{type(model).__name__} cannot be served locally: {fault}; use GenerateSampler")
+        fast = None if autocast is not None else fast_decoder(model, threads or torch.get_num_threads())
         scheduler = Scheduler(
-            KVCache(), SamplerStats(), max_sessions=max_sessions, max_context=self._max_context,
-            max_kv_tokens=max_kv_tokens,
+            KVCache() if fast is None else fast.new_cache(), SamplerStats(), max_sessions=max_sessions,
+            max_context=self._max_context, max_kv_tokens=max_kv_tokens,
         )  # fmt: skip
         self._stops = None if tokenizer is None else StopStrings(tokenizer)
-        fused = None if autocast is not None else fused_decoder(model)
         self._engine = Engine(
-            model, scheduler, stops=self._stops, autocast=autocast, activity=activity, fused=fused
+            model, scheduler, stops=self._stops, autocast=autocast, activity=activity, fast=fast
         )  # fmt: skip
         self._alone = is_small(model.parameters()) if threads is None else threads == 1
         self._deterministic = deterministic

@@ -122,6 +122,24 @@ class Slot:
         return common_prefix(self.tokens, row, min(self.cached, len(row)))
 
 
+def leads(slot: Slot, request: Request) -> bool:
+    """Whether the slot's request is still prefilling the very tokens that ``request`` needs."""
+    other = slot.request
+    return (
+        other is not None
+        and other.leader is None
+        and slot.cached < len(other.tokens)
+        and other.tokens == request.tokens
+    )
+
+
+def least_needed(slot: Slot) -> tuple[int, Sequence[int]]:
+    """Sort key: free slots, then idle ones (least recently used first), then busy ones of the latest order."""
+    if slot.request is None:
+        return (0 if slot.free else 1, (slot.used, slot.index))
+    return (2, tuple(-part for part in slot.request.session.order))
+
+
 def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
     """Length of the common prefix, at most ``limit``.
 

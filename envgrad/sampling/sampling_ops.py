@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from envgrad.errors import ConfigurationError
+from envgrad.native.decoder import Kernels
 from envgrad.sampling.sampler import SamplingParams
 
 Seeds: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -112,7 +113,11 @@ def _is_shaped(params: SamplingParams) -> bool:
 
 
 def sample_tokens(
-    logits: Tensor, batch: SamplingBatch, positions: Sequence[int], histories: Sequence[Sequence[int]]
+    logits: Tensor,
+    batch: SamplingBatch,
+    positions: Sequence[int],
+    histories: Sequence[Sequence[int]],
+    kernels: Kernels | None = None,
 ) -> tuple[list[int], list[float]]:
     """Sample one token per row.
 
@@ -121,6 +126,8 @@ def sample_tokens(
         batch: the rows' parameters.
         positions: index of the token in its row's answer, for each row.
         histories: each row's tokens so far (prompt and answer), read by the repetition penalty only.
+        kernels: draw, where they can (rows that draw from the whole distribution, in float32 on a CPU); the draws are
+            the same numbers.
 
     Returns:
         Tokens, and their log-probs under the full temperature-scaled distribution (temperature 1 for greedy rows).
@@ -134,6 +141,12 @@ def sample_tokens(
         >>> sample_tokens(logits, batch, [0], [[]])[0]
         [1]
     """
+    if kernels is not None and not batch.shaped and logits.dtype == torch.float32 and logits.stride(1) == 1:
+        found = kernels.draw(
+            logits, temperature=batch.temperature, greedy=batch.greedy, seeds=batch.seeds, positions=positions
+        )
+        _check_finite(found[1])
+        return found
     logits = logits.float()
     draws = torch.from_numpy(uniforms(batch.seeds, positions)).to(logits.device, _wide(logits)).unsqueeze(1)
     warm = logits if batch.plain else logits / batch.temperature
@@ -151,13 +164,17 @@ def sample_tokens(
     # one transfer for both: token ids are exact in either float type
     pair = torch.cat((tokens.to(draws.dtype), picked.to(draws.dtype)), dim=1).tolist()
     values = [row[1] for row in pair]
+    _check_finite(values)
+    return [int(row[0]) for row in pair], values
+
+
+def _check_finite(values: Sequence[float]) -> None:
     if math.isnan(sum(values)):  # of any of them
         bad = next(row for row, value in enumerate(values) if value != value)
         raise FloatingPointError(
             f"the model's logits are not finite in row {bad} of {len(values)}; the weights have diverged "
             "(lower the learning rate, or set max_grad_norm)"
         )
-    return [int(row[0]) for row in pair], values
 
 
 def _wide(like: Tensor) -> torch.dtype:

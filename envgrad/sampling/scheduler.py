@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from envgrad.sampling.kv_cache import KVCache, StepRow
-from envgrad.sampling.requests import Request, SamplerStats, SharedPrefix, Slot, common_prefix
+from envgrad.sampling.kv_cache import SlotMemory, StepRow
+from envgrad.sampling.requests import (
+    Request,
+    SamplerStats,
+    SharedPrefix,
+    Slot,
+    common_prefix,
+    leads,
+    least_needed,
+)
 from envgrad.sampling.sampler import Session
 
 _ROUND = 32
@@ -34,6 +41,7 @@ class Scheduler:
     prompt, a free slot of a finished group, a new slot, any free slot, that of the session longest away.
 
     Example:
+        >>> from envgrad.sampling.kv_cache import KVCache
         >>> from envgrad.sampling.sampler import SamplingParams
         >>> scheduler = Scheduler(KVCache(), SamplerStats(), max_sessions=2, max_context=64, max_kv_tokens=None)
         >>> session = Session(key="a", group="g", order=(0,))
@@ -45,7 +53,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: KVCache, stats: SamplerStats, *, max_sessions: int, max_context: int, max_kv_tokens: int | None
+        self, cache: SlotMemory, stats: SamplerStats, *, max_sessions: int, max_context: int, max_kv_tokens: int | None
     ) -> None:
         self.cache = cache
         self.stats = stats
@@ -65,6 +73,10 @@ class Scheduler:
         """slots without a session"""
         self._busy: dict[Slot, None] = {}
         """slots with a request"""
+        self.changes = 0
+        """grows whenever another request is in a slot, or a slot is elsewhere: until then the next step is the last
+        one, each row a token further"""
+        self._usual_length = 0
         self.ready: dict[Request, Tensor] = {}
         """requests whose whole prompt was copied from siblings, with the logits of its last position"""
 
@@ -115,11 +127,16 @@ class Scheduler:
         return len(self._busy) + len(self.waiting)
 
     @property
+    def num_busy(self) -> int:
+        return len(self._busy)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting) or bool(self._busy)
 
     def finish(self, slot: Slot, now: float) -> None:
         """The slot's request is answered; its session goes away and may come back."""
+        self.changes += 1
         slot.request = None
         self._busy.pop(slot, None)
         slot.idle_since = now
@@ -134,9 +151,11 @@ class Scheduler:
         self._by_group.clear()
         self.slots.clear()
         self._heads.clear()
+        self._usual_length = self.cache.length or self._usual_length
         self.cache.drop()
 
     def _release(self, slot: Slot) -> None:
+        self.changes += 1
         request, slot.request = slot.request, None
         self._busy.pop(slot, None)
         if request is None:
@@ -167,7 +186,8 @@ class Scheduler:
         self.waiting.sort(key=lambda one: one.session.order)
         if self.cache.length == 0:
             longest = max(len(one.tokens) + min(one.limit - len(one.tokens), 64) for one in self.waiting)
-            self.cache.resize(0, self._rounded(longest))
+            usual = self._usual_length if self._max_kv_tokens is None else 0  # what rows grew to before, at once
+            self.cache.resize(0, self._rounded(max(longest, usual)))
         left: list[Request] = []
         full = False
         for request in self.waiting:
@@ -195,7 +215,8 @@ class Scheduler:
             slot = Slot(index=len(self.slots))
             self.slots.append(slot)
             if len(self.slots) > self.cache.slots:
-                room = min(self._limit(self.cache.length), max(8, self.cache.slots * 3 // 2))
+                wanted = len(self.slots) + len(self.waiting)
+                room = min(self._limit(self.cache.length), max(8, wanted, self.cache.slots * 3 // 2))
                 self.cache.resize(max(room, len(self.slots)), self.cache.length)
         elif free:
             slot = min(free, key=lambda one: (one.used, one.index))
@@ -234,6 +255,7 @@ class Scheduler:
 
     def _start(self, request: Request, slot: Slot, kept: bool) -> None:
         """Put the request into its slot with as many cached tokens as the slot, or a sibling's, can give."""
+        self.changes += 1
         tokens = request.tokens
         cached = slot.common(tokens)
         slot.request, slot.used = request, self.stats.steps
@@ -243,7 +265,7 @@ class Scheduler:
         if not kept or not slot.cached:
             self._join_group(slot, request.group)
             siblings = [one for one in self._by_group[request.group] if one is not slot]
-            leader = next((one.request for one in siblings if _leads(one, request)), None)
+            leader = next((one.request for one in siblings if leads(one, request)), None)
             source = max(siblings, key=lambda one: (one.common(tokens), -one.index), default=None)
             if leader is not None and cached < len(tokens) - 1:
                 request.leader = leader
@@ -348,11 +370,12 @@ class Scheduler:
 
     def _grow(self, need: int) -> None:
         """Lengthen all slots; where the budget of tokens does not allow as many, give up some."""
+        self.changes += 1
         length = min(self._max_context, max(self._rounded(need), 2 * self.cache.length))
         if len(self.slots) > self._limit(length):
             length = self._rounded(need)
         excess = len(self.slots) - self._limit(length)
-        for slot in sorted(self.slots, key=_least_needed)[: max(0, excess)]:
+        for slot in sorted(self.slots, key=least_needed)[: max(0, excess)]:
             self._requeue(slot)
             self._evict(slot)
             self.slots.remove(slot)
@@ -374,21 +397,3 @@ class Scheduler:
 
 def _index(slot: Slot) -> int:
     return slot.index
-
-
-def _leads(slot: Slot, request: Request) -> bool:
-    """Whether the slot's request is still prefilling the very tokens that ``request`` needs."""
-    other = slot.request
-    return (
-        other is not None
-        and other.leader is None
-        and slot.cached < len(other.tokens)
-        and other.tokens == request.tokens
-    )
-
-
-def _least_needed(slot: Slot) -> tuple[int, Sequence[int]]:
-    """Sort key: free slots, then idle ones (least recently used first), then busy ones of the latest order."""
-    if slot.request is None:
-        return (0 if slot.free else 1, (slot.used, slot.index))
-    return (2, tuple(-part for part in slot.request.session.order))

@@ -203,7 +203,10 @@ class Rollouts(RolloutPlan):
                 **options,
             )
             return make() if processes == 1 else ReplicaSampler(make, processes, by_position=config.deterministic)
-        return make_local_sampler(self._sampled_module(), update_timeout=config.weight_sync_timeout, **options)
+        beside = config.asynchronous and is_small(self.policy.base.parameters())  # the others are the trainer's
+        return make_local_sampler(
+            self._sampled_module(), update_timeout=config.weight_sync_timeout, threads=1 if beside else None, **options
+        )
 
     def _sampled_module(self) -> PreTrainedModel:
         """The trainer's module, or, where sampling goes on beside training, a copy with weights of its own."""

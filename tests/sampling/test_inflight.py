@@ -8,6 +8,7 @@ import copy
 import pytest
 import sampling_kit as kit
 import torch
+from decoder_kit import DECODERS
 
 from envgrad.sampling.local import LocalSampler
 from envgrad.sampling.sampler import SamplingParams, Session
@@ -43,7 +44,7 @@ def _changed(model):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_each_token_has_the_log_prob_of_its_own_versions_weights(alike):
+def test_each_token_has_the_log_prob_of_its_own_versions_weights(alike, kind):
     """Siblings that are alike so far (one seed) share a forward when they start over; others do not."""
     model, old, new = tiny_llama(), tiny_llama(), tiny_llama()
     weights = _changed(old)
@@ -82,7 +83,7 @@ def test_an_answer_of_one_version_says_so_in_short():
 
 
 @pytest.mark.parametrize("own_copy", [False, True])
-def test_weights_that_a_fused_optimizer_writes_in_place_leave_no_stale_copy(own_copy):
+def test_weights_that_a_fused_optimizer_writes_in_place_leave_no_stale_copy(own_copy, kind):
     """Such an optimizer leaves no trace in the parameters' counters, and the sampler computes from copies of them."""
     model = kit.build("llama").train()
     sampled = copy.deepcopy(model) if own_copy else model
@@ -93,7 +94,7 @@ def test_weights_that_a_fused_optimizer_writes_in_place_leave_no_stale_copy(own_
         for version in range(3):
             sampler.update_weights(version, dict(model.state_dict()) if own_copy else None)
             answer = kit.run(kit.ask(sampler, [(kit.session(version), kit.prompt(6), kit.seeded(6, seed=1))]))[0]
-            assert sampler._engine._fused is not None, "it is the fused forward that is tested"
+            assert isinstance(sampler._engine._fast, DECODERS[kind]), "it is the fast forward that is tested"
             row = [*kit.prompt(6), *answer.token_ids]
             assert answer.logprobs == pytest.approx(kit.plain_logprobs(model.eval(), row, 6), abs=1e-3)
             answers.append(answer)

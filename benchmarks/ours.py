@@ -91,12 +91,10 @@ def _read_call(text: str) -> tuple[Sequence[ToolCall], str]:
     return (ToolCall(id="c0", name="look", arguments={}),), text
 
 
-def build(workload: Workload, folder: Path, output: Path, processes: int = 0) -> Side:
-    """A trainer that makes one optimizer step of ``workload`` after the other; ``processes`` sample for it, if any."""
+def build(workload: Workload, folder: Path, output: Path) -> Side:
+    """A trainer that makes one optimizer step of ``workload`` after the other."""
     model, tokenizer = load(folder)
     chosen = trainer_options(workload, output) | {"log_episodes": False, "tool_parser": _read_call}
-    if processes:
-        chosen |= {"sampler": "process", "sampler_processes": processes, "sampler_threads": 1}
     options = dict(chosen)
     inner_sampler = Rollouts._make_sampler
 

@@ -52,13 +52,10 @@ class Setting:
     threads: int
     splits: int = 1
     """micro-batches of a step; envgrad packs, and needs none"""
-    processes: int = 0
-    """that sample, with ``threads`` of their own; 0: the trainer's process does"""
 
     def __str__(self) -> str:
         splits = f", {self.splits} micro-batches" if self.splits > 1 else ""
-        samplers = f", {self.processes} sampler processes" if self.processes else ""
-        return f"{self.threads} thread{'s' if self.threads > 1 else ''}{splits}{samplers}"
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''}{splits}"
 
 
 class Worker:
@@ -78,7 +75,6 @@ class Worker:
             "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
         }  # fmt: skip
         arguments = [setting.kind, workload.to_json(), str(folder), self._output.name, str(setting.splits)]
-        arguments.append(str(setting.processes))
         command = [sys.executable, "-m", "benchmarks.worker", *arguments]
         self._process = subprocess.Popen(
             command, env=environment, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -263,8 +259,6 @@ class Comparison:
             for splits in (self.splits if kind == "trl" and not workload.whole else (1,))
             if workload.episodes % splits == 0
         ]
-        if kind == "ours" and not workload.whole:
-            every += [Setting(kind=kind, threads=one, processes=one) for one in self.threads if one > 1]
         candidates = [self.best[key]] if key in self.best else every
         kept: tuple[float, Worker] | None = None
         for setting in candidates:

@@ -1,6 +1,6 @@
 """The child process: one trainer that makes a step whenever it is told to, and answers with what the step cost.
 
-    python -m benchmarks.worker (ours | trl) WORKLOAD_JSON MODEL_FOLDER OUTPUT_FOLDER [SPLITS [PROCESSES]]
+    python -m benchmarks.worker (ours | trl) WORKLOAD_JSON MODEL_FOLDER OUTPUT_FOLDER [SPLITS]
 
 Commands come as lines on the standard input: ``step``, ``rate`` (measure the matmul rate), ``stop``. Answers are lines
 of JSON on the standard output; whatever the libraries print goes to the standard error.
@@ -114,7 +114,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         print(json.dumps(values), file=self._wire, flush=True)
 
 
-def main(kind: str, workload_json: str, folder: str, output: str, splits: str = "1", processes: str = "0") -> None:
+def main(kind: str, workload_json: str, folder: str, output: str, splits: str = "1") -> None:
     wire = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -122,7 +122,7 @@ def main(kind: str, workload_json: str, folder: str, output: str, splits: str = 
     if kind == "ours":
         from .ours import build
 
-        side = build(workload, Path(folder), Path(output), int(processes))
+        side = build(workload, Path(folder), Path(output))
     else:
         from .trl_side import build as build_trl
 

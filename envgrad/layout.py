@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from envgrad.native.packed_attention import AttentionPlan, can_attend, native_attention
 from envgrad.split_attention import Pieces, can_split, split_attention
 
 if TYPE_CHECKING:
@@ -77,14 +78,38 @@ class _Block:
         return flat if self.unpad is None else flat.index_select(0, self.unpad)
 
 
+class _Whole:
+    """Attention on a CPU where nothing is beyond a window: by our own kernel, or else in pieces by torch's.
+
+    Of all tokens, or of those ``wanted`` only (int64, ascending, different).
+    """
+
+    __slots__ = ("_pieces", "_plan", "_wanted")
+
+    def __init__(self, families: Sequence[tuple[int, Sequence[int]]], wanted: Tensor | None = None) -> None:
+        places = None if wanted is None else wanted.tolist()
+        self._plan = AttentionPlan.of(families, places)
+        self._pieces = Pieces.of(families) if places is None else Pieces.of_queries(families, places)
+        self._wanted = wanted
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Query ``(Hq, T, D)``, key and value ``(Hkv, T, D)`` -> ``(T, Hq, D)``, 0 for what is not wanted."""
+        if can_attend(query, key, value):
+            return native_attention(query, key, value, self._plan, scale)
+        if self._wanted is None:
+            return split_attention(query, key, value, self._pieces, scale)
+        found = split_attention(query.index_select(1, self._wanted), key, value, self._pieces, scale)
+        return found.new_zeros((query.shape[1], *found.shape[1:])).index_copy(0, self._wanted, found)
+
+
 class PackedLayout:
     """How the tokens of a micro-batch's row attend to each other (``attention.AttentionLayout``).
 
-    On a CPU, the row's attention is put together from pieces without padding (``split_attention``). Elsewhere, and
-    where a sliding window is shorter than the rows, every block is one ``scaled_dot_product_attention``: prompts
-    causally among themselves, siblings as a batch over prompt and own tokens; variable-length and block-sparse GPU
-    kernels are not used. Nothing but masks is kept between calls, and these depend on shapes only, so activation
-    checkpointing and several forwards with one layout are safe.
+    On a CPU, the row's attention is a call of our own kernel (``native.packed_attention``), or put together from pieces
+    without padding (``split_attention``). Elsewhere, and where a sliding window is shorter than the rows, every block
+    is one ``scaled_dot_product_attention``: prompts causally among themselves, siblings as a batch over prompt and own
+    tokens; variable-length and block-sparse GPU kernels are not used. Nothing but masks is kept between calls, and
+    these depend on shapes only, so activation checkpointing and several forwards with one layout are safe.
 
     Not a dataclass on purpose: FSDP rebuilds dataclasses that it finds among a forward's arguments.
 
@@ -94,12 +119,12 @@ class PackedLayout:
         6
     """
 
-    __slots__ = ("_blocks", "_families", "_longest", "_masks", "_pieces", "num_tokens")
+    __slots__ = ("_blocks", "_families", "_longest", "_masks", "_whole", "num_tokens")
 
     def __init__(self, blocks: tuple[_Block, ...], families: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._blocks = blocks
         self._families = families
-        self._pieces = Pieces.of(families)
+        self._whole = _Whole(families)
         self._longest = max((block.prefix_length + block.longest for block in blocks), default=0)
         self._masks: dict[Hashable, Tensor] = {}
         self.num_tokens = sum(block.tokens for block in blocks)
@@ -131,7 +156,7 @@ class PackedLayout:
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Query ``(1, Hq, T, D)``, key and value ``(1, Hkv, T, D)`` -> ``(1, T, Hq, Dv)``."""
         if self._splits(call, query, key, value):
-            return split_attention(query[0], key[0], value[0], self._pieces, call.scaling).unsqueeze(0)
+            return self._whole.attend(query[0], key[0], value[0], call.scaling).unsqueeze(0)
         return self._attend_masked(call, query, key, value)
 
     def _splits(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -140,7 +165,7 @@ class PackedLayout:
 
     def of_queries(self, wanted: Tensor) -> QueriesLayout:
         """The same row where only the outputs of the tokens ``wanted`` (int64, ascending, different) are read."""
-        return QueriesLayout(self, wanted, Pieces.of_queries(self._families, wanted.tolist()))
+        return QueriesLayout(self, wanted)
 
     def _attend_masked(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sizes = [block.tokens for block in self._blocks]
@@ -195,21 +220,18 @@ class PackedLayout:
 class QueriesLayout:
     """A row where only some tokens' outputs are read (``PackedLayout.of_queries``); 0 or anything for the others."""
 
-    __slots__ = ("_layout", "_pieces", "wanted")
+    __slots__ = ("_layout", "_whole", "wanted")
 
-    def __init__(self, layout: PackedLayout, wanted: Tensor, pieces: Pieces) -> None:
+    def __init__(self, layout: PackedLayout, wanted: Tensor) -> None:
         self._layout = layout
-        self._pieces = pieces
+        self._whole = _Whole(layout.families, wanted)
         self.wanted = wanted
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As ``PackedLayout.attend``."""
         if not self._layout._splits(call, query, key, value):
             return self._layout.attend(call, query, key, value)
-        queries = query[0].index_select(1, self.wanted)
-        found = split_attention(queries, key[0], value[0], self._pieces, call.scaling)
-        shape = (query.shape[2], *found.shape[1:])
-        return found.new_zeros(shape).index_copy(0, self.wanted, found).unsqueeze(0)
+        return self._whole.attend(query[0], key[0], value[0], call.scaling).unsqueeze(0)
 
 
 def length_buckets(prefix_length: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -46,3 +48,19 @@ def compute_alone() -> None:
         restorer = threading.Thread(target=torch.set_num_threads, args=(before,), name="envgrad-cores")
         restorer.start()
         restorer.join()
+
+
+def allowed_cores() -> int:
+    """Cores that this process may use at once: of those it is bound to, and of what a container's quota allows.
+
+    Example:
+        >>> allowed_cores() >= 1
+        True
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        granted = bound if quota == "max" else -(-int(quota) // int(period))
+    except (OSError, ValueError):  # no cgroups, or another version of them
+        granted = bound
+    return max(1, min(bound, granted))

@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from envgrad.flex_rows import BLOCK, FlexRow
 from envgrad.native.packed_attention import AttentionPlan, can_attend, native_attention
 from envgrad.split_attention import Pieces, can_split, split_attention
 
 if TYPE_CHECKING:
-    from envgrad.attention import AttentionCall
+    from envgrad.attention import AttentionCall, AttentionLayout
+
+PackedAttention: TypeAlias = Literal["auto", "flex"]
+"""how packed rows attend: ``auto``, by kernels or pieces on a CPU and in padded blocks elsewhere; ``flex``, in one call
+of FlexAttention"""
 
 BLOCK_COST = 2**14
 """cost of one more attention call, in (query, key) pairs: what gave the quickest forward and backward on one CPU core,
@@ -108,8 +113,8 @@ class PackedLayout:
     On a CPU, the row's attention is a call of our own kernel (``native.packed_attention``), or put together from pieces
     without padding (``split_attention``). Elsewhere, and where a sliding window is shorter than the rows, every block
     is one ``scaled_dot_product_attention``: prompts causally among themselves, siblings as a batch over prompt and own
-    tokens; variable-length and block-sparse GPU kernels are not used. Nothing but masks is kept between calls, and
-    these depend on shapes only, so activation checkpointing and several forwards with one layout are safe.
+    tokens; ``by("flex")`` is the same row in one block-sparse call for a GPU. Nothing but masks is kept between calls,
+    and these depend on shapes only, so activation checkpointing and several forwards with one layout are safe.
 
     Not a dataclass on purpose: FSDP rebuilds dataclasses that it finds among a forward's arguments.
 
@@ -119,7 +124,7 @@ class PackedLayout:
         6
     """
 
-    __slots__ = ("_blocks", "_families", "_longest", "_masks", "_whole", "num_tokens")
+    __slots__ = ("_blocks", "_families", "_flex", "_longest", "_masks", "_whole", "num_tokens")
 
     def __init__(self, blocks: tuple[_Block, ...], families: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._blocks = blocks
@@ -127,6 +132,7 @@ class PackedLayout:
         self._whole = _Whole(families)
         self._longest = max((block.prefix_length + block.longest for block in blocks), default=0)
         self._masks: dict[Hashable, Tensor] = {}
+        self._flex: FlexLayout | None = None
         self.num_tokens = sum(block.tokens for block in blocks)
 
     @classmethod
@@ -153,6 +159,14 @@ class PackedLayout:
     def to(self, device: torch.device | str) -> PackedLayout:
         return PackedLayout(tuple(block.to(device) for block in self._blocks), self._families)
 
+    def by(self, attention: PackedAttention) -> PackedLayout:
+        """The same row, attending so; what is made for it is kept."""
+        if attention == "auto":
+            return self
+        if self._flex is None:
+            self._flex = FlexLayout(self)
+        return self._flex
+
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Query ``(1, Hq, T, D)``, key and value ``(1, Hkv, T, D)`` -> ``(1, T, Hq, Dv)``."""
         if self._splits(call, query, key, value):
@@ -163,7 +177,7 @@ class PackedLayout:
         whole = call.window is None or call.window >= self._longest
         return whole and can_split(query, key, value, dropout=call.dropout)
 
-    def of_queries(self, wanted: Tensor) -> QueriesLayout:
+    def of_queries(self, wanted: Tensor) -> AttentionLayout:
         """The same row where only the outputs of the tokens ``wanted`` (int64, ascending, different) are read."""
         return QueriesLayout(self, wanted)
 
@@ -232,6 +246,34 @@ class QueriesLayout:
         if not self._layout._splits(call, query, key, value):
             return self._layout.attend(call, query, key, value)
         return self._whole.attend(query[0], key[0], value[0], call.scaling).unsqueeze(0)
+
+
+class FlexLayout(PackedLayout):
+    """A row that attends by FlexAttention (``PackedLayout.by``).
+
+    Where that gains nothing or cannot act, a row within one of its blocks or a call with dropout, it attends as others.
+    """
+
+    __slots__ = ("_row",)
+
+    def __init__(self, layout: PackedLayout) -> None:
+        self._blocks, self._families = layout._blocks, layout._families
+        self._whole, self._longest, self._masks = layout._whole, layout._longest, layout._masks
+        self.num_tokens = layout.num_tokens
+        self._row = FlexRow(layout.families)
+        self._flex = None
+
+    def by(self, attention: PackedAttention) -> PackedLayout:
+        return self
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As ``PackedLayout.attend``."""
+        if call.dropout or self.num_tokens <= BLOCK:
+            return super().attend(call, query, key, value)
+        return self._row.attend(query, key, value, scale=call.scaling, window=call.window)
+
+    def of_queries(self, wanted: Tensor) -> AttentionLayout:
+        return self  # the kernels skip whole blocks, not single tokens
 
 
 def length_buckets(prefix_length: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -24,7 +24,7 @@ from envgrad.divergence import TeacherSignal
 from envgrad.errors import ConfigurationError
 from envgrad.head import EntropyMode, PolicyOutputs, logprobs_from_hidden, logprobs_from_logs
 from envgrad.last_layer import WORTHWHILE, Predicting, install_last_layer, remove_last_layer
-from envgrad.layout import PackedLayout
+from envgrad.layout import PackedAttention, PackedLayout
 from envgrad.packing import MicroBatch, pack
 from envgrad.types import TrainingSample
 
@@ -133,6 +133,8 @@ class PolicyForward:
         self.path: Literal["head", "logits"] = "head"
         """``head``: decoder, then head on the trained tokens in chunks; ``logits``: the model's own logits, for models
         that change them after the head"""
+        self.packed_attention: PackedAttention = "auto"
+        """of the rows that it is given"""
         self.chooses_rows = False
         """the last layer can be computed for the predicting tokens only"""
         # transformers reads the names of forward's parameters.
@@ -144,6 +146,8 @@ class PolicyForward:
     def __call__(self, *args: Any, policy: PolicyInputs | None = None, **kwargs: Any) -> Any:
         if policy is None:
             return self._plain()(*args, **kwargs)
+        if policy.layout is not None:
+            policy.layout = policy.layout.by(self.packed_attention)
         if policy.states:
             return self._logits(policy) / policy.temperature if self.path == "logits" else self._states(policy)
         signal = policy.teacher

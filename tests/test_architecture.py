@@ -30,8 +30,10 @@ FLOW = [
     ],
     [
         "cores",
+        "native",
         "attention",
         "split_attention",
+        "flex_rows",
         "last_layer",
         "layout",
         "batch",

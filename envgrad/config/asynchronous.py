@@ -44,7 +44,7 @@ class AsynchronousFields:
         metadata={"help": "Who samples: local (this process), process (a child process), vllm (servers)."},
     )
     sampler_processes: int = field(
-        default=1, metadata={"help": "Processes of sampler='process', which share the groups: on a CPU, one per core."}
+        default=1, metadata={"help": "Processes of sampler='process', which share the groups."}
     )
     sampler_threads: int | None = field(
         default=None,

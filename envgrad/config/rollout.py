@@ -19,6 +19,7 @@ from envgrad.config.asynchronous import AsynchronousFields, check_asynchronous
 from envgrad.config.checks import at_least, at_most_concurrent, choice, given
 from envgrad.config.executors import ExecutorFields, check_executors
 from envgrad.config.mixture import MixtureFields, check_mixture
+from envgrad.config.packing import PackingFields, check_packing
 from envgrad.config.refused import REFUSED
 from envgrad.config.reporting import ReportingFields, check_reporters, resolve_reporting
 from envgrad.config.sampler_ratio import SamplerRatioFields, check_sampler_ratio
@@ -33,6 +34,7 @@ class RolloutConfig(
     AsynchronousFields,
     ExecutorFields,
     MixtureFields,
+    PackingFields,
     SamplerRatioFields,
     VLLMFields,
     TrlNames,
@@ -196,6 +198,7 @@ class RolloutConfig(
         self._check_rollout()
         self._resolve_batches()
         check_mixture(self)
+        check_packing(self)
         check_sampler_ratio(self)
         check_asynchronous(self)
         resolve_vllm(self)

@@ -12,10 +12,12 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -48,29 +50,50 @@ def library() -> ctypes.CDLL | None:
         logger.info("no C++ compiler here (c++, g++, clang++, CXX): sampling on a CPU uses torch's operations only")
         return None
     try:
-        path = _compiled(compiler)
-        found = ctypes.CDLL(str(path))
+        found = _loaded(compiler)
         found.envgrad_kernels_version.restype = ctypes.c_int
         return found
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         logger.warning(
-            "the kernels could not be compiled with %s, so torch's operations do their work, more slowly; "
+            "the kernels could not be compiled with %s and loaded, so torch's operations do their work, more slowly; "
             "%s=0 silences this: %s", compiler, OFF, str(detail).strip()[-2000:],
         )  # fmt: skip
         return None
 
 
 def _compiler() -> str | None:
+    """Its command, which may have several words (``ccache g++``)."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next((found for one in names if (found := shutil.which(one))), None)
+    for name in names:
+        first, *others = shlex.split(name) or [""]
+        found = shutil.which(first)
+        if found is not None:
+            return shlex.join([found, *others])
+    return None
 
 
-def _compiled(compiler: str) -> Path:
+def _loaded(compiler: str) -> ctypes.CDLL:
+    """From the first folder that it can be written to and loaded from.
+
+    Raises:
+        OSError: there is none.
+        subprocess.SubprocessError: the compiler fails, or takes too long.
+    """
+    error = OSError("no folder for the compiled kernels can be written to")
+    for folder in _folders():
+        try:
+            return ctypes.CDLL(str(_compiled(compiler, folder)))
+        except OSError as found:  # a file system that nothing may be executed from, or a full one
+            error = found
+    raise error
+
+
+def _compiled(compiler: str, folder: Path) -> Path:
     """The shared library of these sources, this compiler and this processor.
 
     Raises:
-        OSError: no folder can be written to.
+        OSError: it cannot be written.
         subprocess.SubprocessError: the compiler fails, or takes too long.
     """
     sources = sorted(_SOURCES.glob("*.cpp"))
@@ -81,19 +104,18 @@ def _compiled(compiler: str) -> Path:
     for source in sorted(_SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             key.update(source.read_bytes() + b"\0")
-    folder = _folder()
     path = folder / f"kernels-{key.hexdigest()[:20]}.so"
     if path.exists():
         return path
     with tempfile.TemporaryDirectory(dir=folder) as temporary:  # others may compile at the same moment
         made = Path(temporary) / path.name
-        _run(compiler, *_FLAGS, processor, *map(str, sources), "-o", str(made))
+        _run(*shlex.split(compiler), *_FLAGS, processor, *map(str, sources), "-o", str(made))
         made.replace(path)
     return path
 
 
 def _version_of(compiler: str) -> str:
-    return _run(compiler, "--version")
+    return _run(*shlex.split(compiler), "--version")
 
 
 def _run(*command: str) -> str:
@@ -111,12 +133,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
-def _folder() -> Path:
-    """A folder of this user's own.
-
-    Raises:
-        OSError: neither the user's cache nor the temporary folder can be written to, or it is another user's.
-    """
+def _folders() -> Iterator[Path]:
+    """Folders of this user's own that can be written to: in the user's cache, and among the temporary files."""
     # expanduser, as Path.home() raises for a user without a home, such as a container's
     cached = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     own = [Path(cached) / "envgrad"] if os.path.isabs(cached) else []
@@ -126,5 +144,4 @@ def _folder() -> Path:
         except OSError:
             continue
         if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
-            return folder
-    raise OSError("no folder for the compiled kernels can be written to")
+            yield folder

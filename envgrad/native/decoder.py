@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from envgrad.native.compiler import library
+from envgrad.native.memory import floats
 
 _SHORT = 1 << 17
 """logits up to which drawing takes less time than waking threads, and than waiting for the interpreter again"""
@@ -94,7 +95,8 @@ class Kernels:
         found.envgrad_forward.argtypes = [POINTER(ModelPointers), POINTER(StepPointers)]
         found.envgrad_draw.argtypes = [c_void_p, POINTER(DrawPointers)]
         self._library = found
-        self._holding = ctypes.PyDLL(found._name)  # the same functions, without letting other Python threads run
+        # The same functions, without letting other Python threads run; by its handle, as its file may be gone.
+        self._holding = ctypes.PyDLL(found._name, handle=found._handle)
         self._holding.envgrad_draw.argtypes = [c_void_p, POINTER(DrawPointers)]
         self.vector: int = found.envgrad_vector()
         """floats in one vector"""
@@ -102,7 +104,7 @@ class Kernels:
         if self.pool is None:
             raise LookupError("there is no memory for the kernels' threads")
         self.threads: int = found.envgrad_pool_threads(c_void_p(self.pool))
-        self._scratch = torch.empty(0)
+        self._scratch = floats(0)
         weakref.finalize(self, found.envgrad_pool_free, self.pool)
 
     def room(self, model: ModelPointers, tokens: int) -> int:
@@ -127,7 +129,7 @@ class Kernels:
         rows, vocabulary = logits.shape
         room = self.threads * -(-vocabulary // self.vector) * self.vector
         if self._scratch.numel() < room:
-            self._scratch = torch.empty(room)
+            self._scratch = floats(room)
         at = np.array(positions, dtype=np.int32)
         tokens, logprobs = np.empty(rows, dtype=np.int32), np.empty(rows)
         draw = DrawPointers(
@@ -155,7 +157,7 @@ class Kernels:
         parts = [one.float().contiguous() for one in (weights if gated else [rows])]
         n, k = parts[0].shape
         size = self.packed_size(n, k, gated=gated)
-        panels = torch.empty(size) if into is None else into[:size]
+        panels = floats(size) if into is None else into[:size]
         others = parts[1].data_ptr() if gated else None
         packing = _Packing(rows=parts[0].data_ptr(), others=others, n=n, k=k, panels=panels.data_ptr())
         self._library.envgrad_pack(self.pool, ctypes.byref(packing))

@@ -1,4 +1,4 @@
-"""Memory that has been freed, given back to the system."""
+"""Memory that kernels write to, and what has been freed given back to the system."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ import ctypes
 import sys
 from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def floats(*shape: int) -> Tensor:
+    """Numbers in single precision, on the CPU, which mean nothing yet.
+
+    Kernels trust the size, so it must not depend on torch's default type: that is one for all threads, and is another
+    one for as long as some thread loads a model in half precision.
+
+    Example:
+        >>> floats(2, 3).dtype, floats(2, 3).shape
+        (torch.float32, torch.Size([2, 3]))
+    """
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def give_back_freed() -> None:

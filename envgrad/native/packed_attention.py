@@ -171,7 +171,7 @@ class _Native(torch.autograd.Function):
         cuts = plan.cuts(_threads(query, plan, 2))
         _run("forward", [
             _arguments(plan, scale, part, query, key, value, output, softmax) for part in pairwise(cuts)
-        ])  # fmt: skip
+        ], (plan, query, key, value, output, softmax))  # fmt: skip
         ctx.save_for_backward(query, key, value, output, softmax)
         ctx.plan, ctx.scale = plan, scale
         return output
@@ -192,7 +192,7 @@ class _Native(torch.autograd.Function):
             one.query_grad = query_grad.data_ptr()
             one.key_grad, one.value_grad = shared[0, part].data_ptr(), shared[1, part].data_ptr()
             calls.append(one)
-        _run("backward", calls)
+        _run("backward", calls, (plan, query, key, value, output, softmax, grad, query_grad, shared))
         key_grad, value_grad = shared[:, 0] if len(calls) == 1 else shared.sum(1)
         return query_grad, key_grad, value_grad, None, None
 
@@ -226,20 +226,21 @@ def _arguments(
     )  # fmt: skip
 
 
-def _run(way: str, calls: Sequence[_Arguments]) -> None:
-    """Call the kernel, for all but the first in threads of their own."""
+def _run(way: str, calls: Sequence[_Arguments], held: object) -> None:
+    """Call the kernel, for all but the first in threads of their own, which keep what is ``held``: the calls point to
+    it, and where this one is interrupted, they still compute."""
     kernel = getattr(library(), f"envgrad_packed_attention_{way}")
     results = [0] * len(calls)
 
-    def run(number: int) -> None:
+    def run(number: int, _held: object) -> None:
         results[number] = kernel(ctypes.byref(calls[number]))
 
     threads = [
-        threading.Thread(target=run, args=(number,), name="envgrad-attention") for number in range(1, len(calls))
+        threading.Thread(target=run, args=(number, held), name="envgrad-attention") for number in range(1, len(calls))
     ]
     for thread in threads:
         thread.start()
-    run(0)
+    run(0, held)
     for thread in threads:
         thread.join()
     if any(results):

@@ -70,7 +70,10 @@ class DecoderShape:
         """Whether the module is as it must be: on the CPU, in float32, without hooks."""
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
             return False
-        if any(found.undone for layer in self.layers for found in projections(layer)):
+        try:
+            if any(found.undone for layer in self.layers for found in projections(layer)):
+                return False
+        except OtherShape:  # a layer was replaced since
             return False
         plain = all(
             one.dtype == torch.float32 and one.device.type == "cpu" and not one.is_inference()
@@ -141,7 +144,7 @@ class DecoderShape:
         head = tuple(self.head.base.weight.shape)
         if (
             head != (self.head.base.out_features, width)
-            or self.table.shape[0] < vocabulary
+            or self.table.shape[0] < max(vocabulary, head[0])  # whatever is sampled is looked up
             or self.heads % self.kv_heads
         ):
             raise OtherShape
@@ -152,7 +155,8 @@ class DecoderShape:
         Raises:
             OtherShape: the rotation is of another kind.
         """
-        cosine, sine = self.rotary(torch.zeros(1), torch.arange(self.positions).unsqueeze(0))
+        like = torch.zeros(1, dtype=torch.float32, device="cpu")
+        cosine, sine = self.rotary(like, torch.arange(self.positions, device="cpu").unsqueeze(0))
         half = self.size // 2
         if cosine.shape[-1] != self.size or not torch.equal(cosine[..., :half], cosine[..., half:]):
             raise OtherShape

@@ -43,6 +43,28 @@ class SlotMemory(Protocol):
         """Copy the first ``count`` tokens of slot ``source`` to each of ``targets``."""
 
 
+class Usual(NamedTuple):
+    """The slots that rows took before their keys and values went: the next ones get such at once, and need not grow.
+
+    Example:
+        >>> before = Usual(slots=8, length=4096)
+        >>> before.length_for(8), before.length_for(64)  # never more memory than there was
+        (4096, 512)
+    """
+
+    slots: int = 0
+    length: int = 0
+
+    @classmethod
+    def of(cls, memory: SlotMemory, longest: int) -> Usual:
+        """Of rows of up to ``longest`` tokens. Slots are at most twice as long: one long row is forgotten in time."""
+        return cls(memory.slots, min(memory.length, 2 * longest))
+
+    def length_for(self, rows: int) -> int:
+        """How long slots are that so many rows get at once."""
+        return min(self.length, self.slots * self.length // max(1, rows))
+
+
 class KVCache:
     """Preallocated keys and values: per layer ``(slots, 2 Hkv, length, D)``, all heads' keys and then their values, so
     that a step's are stored at once; two buffers where they differ in size. Made when a layer first writes.

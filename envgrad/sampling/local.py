@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from envgrad.cores import compute_alone, is_small
+from envgrad.cores import allowed_cores, compute_alone, is_small
 from envgrad.errors import ConfigurationError, SamplerFailure
 from envgrad.rollout.activity import Activity
 from envgrad.sampling.compatibility import cached_forward_fault, fast_decoder
@@ -73,9 +73,9 @@ class LocalSampler:
         autocast: dtype for ``torch.autocast`` around the forward, as the trainer's; default: none.
         activity: is told of each step, if given.
         update_timeout: seconds in which new weights must be taken over; default: no limit while the engine lives.
-        threads: 1: the thread of this sampler computes on one core; more: on as many as torch has. By default torch's
-            operations get 1 for a small model (``cores.SMALL_BYTES``), for which they are too short to be shared;
-            compiled kernels get as many as torch has.
+        threads: 1: the thread of this sampler computes on one core; more: compiled kernels on so many, torch's
+            operations on as many as torch has. By default kernels get as many as torch has, too, and operations 1
+            for a small model (``cores.SMALL_BYTES``), for which they are too short to be shared.
 
     Raises:
         ConfigurationError: the model cannot be served, or an option is out of range.
@@ -114,7 +114,8 @@ class LocalSampler:
         fault = self.check(model)
         if fault is not None:
             raise ConfigurationError(f"{type(model).__name__} cannot be served locally: {fault}; use GenerateSampler")
-        fast = None if autocast is not None else fast_decoder(model, threads or torch.get_num_threads())
+        cores = threads or min(torch.get_num_threads(), allowed_cores())
+        fast = None if autocast is not None else fast_decoder(model, cores)
         scheduler = Scheduler(
             KVCache() if fast is None else fast.new_cache(), SamplerStats(), max_sessions=max_sessions,
             max_context=self._max_context, max_kv_tokens=max_kv_tokens,

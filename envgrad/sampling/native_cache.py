@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envgrad.native.memory import floats
 from envgrad.sampling.kv_cache import StepRow
 from envgrad.sampling.requests import SharedPrefix
 
@@ -57,7 +58,8 @@ class NativeCache:
 
     def drop(self) -> None:
         """Forget everything. Memory is freed, for training to use, but for a small cache's, which is kept for reuse."""
-        self._spare = [self.keys.view(-1), self.values.view(-1)] if self.num_bytes <= _SPARE_BYTES else []
+        if self.num_bytes:  # and not a second time, when there is nothing
+            self._spare = [self.keys.view(-1), self.values.view(-1)] if self.num_bytes <= _SPARE_BYTES else []
         self.slots = self.length = 0
         self.keys, self.values = self._made(0, 0)
 
@@ -80,7 +82,7 @@ class NativeCache:
             for number, shape in enumerate(shapes):
                 numel = int(np.prod(shape, dtype=np.int64))
                 reused = spare[number] if spare and numel and spare[number].numel() >= numel else None
-                found.append(torch.empty(shape) if reused is None else reused[:numel].view(shape))
+                found.append(floats(*shape) if reused is None else reused[:numel].view(shape))
         if slots:
             self._spare = []
         return found[0], found[1]

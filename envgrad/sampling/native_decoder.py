@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from envgrad.native.compiler import library
 from envgrad.native.decoder import Kernels, LayerPointers, ModelPointers, StepPointers
-from envgrad.native.memory import give_back_freed
+from envgrad.native.memory import floats, give_back_freed
 from envgrad.sampling.decoder_shape import (
     KEPT_BYTES,
     DecoderShape,
@@ -48,8 +48,8 @@ class _Copies:
     """all that is pointed to"""
     cache: tuple[int, ...] | None = None
     """the keys and values that are pointed to"""
-    room: Tensor = field(default_factory=lambda: torch.empty(0))
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    room: Tensor = field(default_factory=lambda: floats(0))
+    logits: Tensor = field(default_factory=lambda: floats(0))
 
 
 class NativeDecoder:
@@ -80,13 +80,12 @@ class NativeDecoder:
             >>> NativeDecoder.of(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8))) is None
             True
         """
-        if library() is None:
-            return None
         try:
-            decoder = cls(model, threads)
+            if not DecoderShape.of(model).fits or library() is None:  # in this order: compiling takes seconds
+                return None
+            return cls(model, threads)
         except (OtherShape, LookupError):
             return None
-        return decoder if decoder.fits else None
 
     @property
     def fits(self) -> bool:
@@ -133,11 +132,11 @@ class NativeDecoder:
         vocabulary, panel = copies.model.vocabulary, 2 * kernels.vector
         width = -(-vocabulary // panel) * panel
         if copies.logits.numel() < len(kept) * width:
-            copies.logits = torch.empty(len(kept) * width)
+            copies.logits = floats(len(kept) * width)
         logits = copies.logits[: len(kept) * width].view(len(kept), width)
         needed = kernels.room(copies.model, tokens)
         if copies.room.numel() < needed:
-            copies.room = torch.empty(needed)
+            copies.room = floats(needed)
         index = layout.index.ctypes.data
         kernels.forward(
             copies.model,
@@ -224,7 +223,7 @@ class _Shelf:
     def __init__(self, kernels: Kernels, shape: DecoderShape) -> None:
         self._kernels = kernels
         parts = [(linears, name == "gate_up") for layer in shape.layers for name, linears in _parts(layer).items()]
-        self._left = torch.empty(sum(self._size(*one) for one in [*parts, ([shape.head], False)]))
+        self._left = floats(sum(self._size(*one) for one in [*parts, ([shape.head], False)]))
 
     def _size(self, linears: list[Projection], gated: bool) -> int:
         outputs = [one.base.out_features for one in linears]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from envgrad.sampling.kv_cache import SlotMemory, StepRow
+from envgrad.sampling.kv_cache import SlotMemory, StepRow, Usual
 from envgrad.sampling.requests import (
     Request,
     SamplerStats,
@@ -76,7 +76,7 @@ class Scheduler:
         self.changes = 0
         """grows whenever another request is in a slot, or a slot is elsewhere: until then the next step is the last
         one, each row a token further"""
-        self._usual_length = 0
+        self._usual = Usual()
         self.ready: dict[Request, Tensor] = {}
         """requests whose whole prompt was copied from siblings, with the logits of its last position"""
 
@@ -146,12 +146,13 @@ class Scheduler:
         """Forget all keys, values and logits (the weights have changed); running requests start over."""
         for slot in self.busy():
             self._requeue(slot)
+        if self.cache.slots and self._max_kv_tokens is None:
+            self._usual = Usual.of(self.cache, max((one.cached for one in self.slots), default=0))
         self._free.clear()
         self._by_key.clear()
         self._by_group.clear()
         self.slots.clear()
         self._heads.clear()
-        self._usual_length = self.cache.length or self._usual_length
         self.cache.drop()
 
     def _release(self, slot: Slot) -> None:
@@ -186,8 +187,8 @@ class Scheduler:
         self.waiting.sort(key=lambda one: one.session.order)
         if self.cache.length == 0:
             longest = max(len(one.tokens) + min(one.limit - len(one.tokens), 64) for one in self.waiting)
-            usual = self._usual_length if self._max_kv_tokens is None else 0  # what rows grew to before, at once
-            self.cache.resize(0, self._rounded(max(longest, usual)))
+            rows = min(self._max_sessions, self._open_groups.total())
+            self.cache.resize(0, self._rounded(max(longest, self._usual.length_for(rows))))
         left: list[Request] = []
         full = False
         for request in self.waiting:

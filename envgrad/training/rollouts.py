@@ -203,7 +203,7 @@ class Rollouts(RolloutPlan):
                 **options,
             )
             return make() if processes == 1 else ReplicaSampler(make, processes, by_position=config.deterministic)
-        beside = config.asynchronous and is_small(self.policy.base.parameters())  # the others are the trainer's
+        beside = config.staleness > 0 and is_small(self.policy.base.parameters())  # the other cores are the trainer's
         return make_local_sampler(
             self._sampled_module(), update_timeout=config.weight_sync_timeout, threads=1 if beside else None, **options
         )

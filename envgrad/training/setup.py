@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import SchedulerType
 
@@ -17,9 +18,11 @@ from envgrad.config import RolloutConfig
 from envgrad.config.reporting import best_metric_name
 from envgrad.environments.spec import EnvironmentSpec
 from envgrad.errors import ConfigurationError
-from envgrad.logprobs import check_packed_forward
+from envgrad.flex_rows import flex_fault
+from envgrad.logprobs import PolicyForward, check_packed_forward
 from envgrad.packing import PackMode
 from envgrad.rollout.runner import DynamicSampling
+from envgrad.sampling.limits import text_config
 from envgrad.training.best import chooses_best
 from envgrad.training.clock import planned_steps
 from envgrad.training.producer import BufferedRounds
@@ -45,6 +48,51 @@ def check_attention(config: RolloutConfig, mode: PackMode) -> None:
             f"model_init_kwargs has attn_implementation={wanted!r}, which cannot act: packed rows and kept keys and "
             "values need envgrad's own attention; remove it"
         )
+
+
+def choose_packed_attention(config: RolloutConfig, mode: PackMode, forward: PolicyForward) -> None:
+    """How packed rows attend in ``forward``, and in the copies that references and teachers are.
+
+    Raises:
+        ConfigurationError: FlexAttention was asked for and cannot act.
+    """
+    forward.packed_attention = "auto"  # a model may have been in another trainer
+    if config.packed_attention != "flex":
+        return
+    fix = "leave packed_attention at 'auto'"
+    if mode == "single":
+        raise ConfigurationError(
+            f"packed_attention='flex' cannot act: rows of a {type(forward.model).__name__} are not packed, they are "
+            f"trained one per forward; {fix}"
+        )
+    if _attention_dropout(forward.model):
+        raise ConfigurationError(
+            f"packed_attention='flex' cannot act with dropout in attention; set disable_dropout=True, or {fix}"
+        )
+    half = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    fault = flex_fault(*_heads(forward.model), device=config.device, dtype=half or forward.model.dtype)
+    if fault is not None:
+        raise ConfigurationError(f"packed_attention='flex' cannot act: {fault}; {fix}")
+    forward.packed_attention = "flex"
+
+
+def _attention_dropout(model: nn.Module) -> bool:
+    rates = {
+        f"{name}.{key}".removesuffix(".p"): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, float)
+    }
+    names = {name.rpartition(".")[2] for name, value in rates.items() if value > 0}
+    return any("att" in name and "drop" in name for name in names)
+
+
+def _heads(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Heads of queries, of keys and values, and their width."""
+    config = text_config(model)
+    heads = int(config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(width)
 
 
 def loop_args(config: RolloutConfig, epoch_length: int | None) -> RolloutConfig:

@@ -53,6 +53,7 @@ from envgrad.training.rollouts import Rollouts
 from envgrad.training.rounds import RoundPlan
 from envgrad.training.setup import (
     check_attention,
+    choose_packed_attention,
     dynamic_sampling,
     loop_args,
     pack_mode_of,
@@ -115,9 +116,10 @@ class RolloutTrainer(PassesTrainer, ResumingTrainer, BestModelTrainer, Evaluatin
             self.algorithm = algorithm.with_reward_weights(self.rollouts.reward_weights.by_name)
             warn_of_chance(self.rollouts.specs, self.algorithm)
             self._beginning = self.rollout_state()
-            install_policy_forward(policy.base)
+            forward = install_policy_forward(policy.base)
             self.pack_mode = pack_mode_of(policy.base)
             check_attention(args, self.pack_mode)
+            choose_packed_attention(args, self.pack_mode, forward)
             check_best_metric(args, self.rollouts)
             use_cache = policy.base.config.use_cache
             super().__init__(

@@ -14,7 +14,7 @@ from envgrad.sampling.local import LocalSampler
 from envgrad.sampling.sampler import SamplingParams, Session
 from helpers.models import tiny_llama
 
-LENGTH = 120
+LENGTH = 450
 
 
 async def _sample(sampler, prompts, params, weights):
@@ -50,7 +50,7 @@ def test_each_token_has_the_log_prob_of_its_own_versions_weights(alike, kind):
     weights = _changed(old)
     new.load_state_dict(weights)
     prompts = [[5, 6, 7, 8]] * 3 if alike else [[5, 6, 7, 8 + n] for n in range(3)]
-    sampler = LocalSampler(model, max_sessions=4, max_context=256)
+    sampler = LocalSampler(model, max_sessions=4, max_context=512)
     try:
         answers = asyncio.run(
             _sample(sampler, prompts, lambda n: SamplingParams(max_tokens=LENGTH, seed=0 if alike else n), weights)

@@ -52,12 +52,16 @@ INLINE float weigh(float *scores, int count) {
     return sum_of(total);
 }
 
-// Adds to N vectors of each head the weighted values of `count` tokens, summed by turns in S sums.
+// What a query attends to: the first `shared` tokens (whole blocks) in another slot, the others in its own. Reading
+// what siblings have in common from one place keeps it in the core's own cache.
+struct Past {
+    const float *shared_keys, *shared_values, *keys, *values;
+    int shared, count;
+};
+
+// Adds to N vectors of each head the weighted values of `count` tokens, by turns to S sums.
 template <int G, int N, int S>
-INLINE void blend(const float *weights, long stride, const float *values, int width, int count, vf sums[G][N]) {
-    vf parts[S][G][N];
-    UNROLL for (int s = 0; s < S; s++) UNROLL for (int g = 0; g < G; g++) UNROLL for (int n = 0; n < N; n++)
-        parts[s][g][n] = splat(0.0f);
+INLINE void blend(const float *weights, long stride, const float *values, int width, int count, vf (&parts)[S][G][N]) {
     int k = 0;
     for (; k + S <= count; k += S) UNROLL for (int s = 0; s < S; s++) {
         const float *row = values + (long)(k + s) * width;
@@ -69,16 +73,23 @@ INLINE void blend(const float *weights, long stride, const float *values, int wi
     }
     for (; k < count; k++) UNROLL for (int g = 0; g < G; g++) UNROLL for (int n = 0; n < N; n++)
         parts[0][g][n] += splat(weights[g * stride + k]) * load(values + (long)k * width + n * VL);
-    UNROLL for (int s = 0; s < S; s++) UNROLL for (int g = 0; g < G; g++) UNROLL for (int n = 0; n < N; n++)
-        sums[g][n] += parts[s][g][n];
 }
 
-// What a query attends to: the first `shared` tokens (whole blocks) in another slot, the others in its own. Reading
-// what siblings have in common from one place keeps it in the core's own cache.
-struct Past {
-    const float *shared_keys, *shared_values, *keys, *values;
-    int shared, count;
-};
+// N vectors of all the past's values. The sums go on from the shared part to the own one, so nobody sees where it ends.
+template <int G, int N, int S>
+INLINE void blend_all(const float *weights, long stride, const Past *past, int from, int width, vf (&sums)[G][2]) {
+    vf parts[S][G][N];
+    UNROLL for (int s = 0; s < S; s++) UNROLL for (int g = 0; g < G; g++) UNROLL for (int n = 0; n < N; n++)
+        parts[s][g][n] = splat(0.0f);
+    int shared = past->shared;
+    blend<G, N, S>(weights, stride, past->shared_values + from, width, shared, parts);
+    blend<G, N, S>(weights + shared, stride, past->values + (long)shared * width + from, width, past->count - shared,
+                   parts);
+    UNROLL for (int g = 0; g < G; g++) UNROLL for (int n = 0; n < N; n++) {
+        sums[g][n] = parts[0][g][n];
+        UNROLL for (int s = 1; s < S; s++) sums[g][n] += parts[s][g][n];
+    }
+}
 
 // G query heads of `size` numbers at q, and their outputs at out. `scores` has room for G rows of `stride`.
 template <int G>
@@ -90,19 +101,9 @@ static void attend(const float *q, int size, const Past *past, float *scores, lo
     UNROLL for (int g = 0; g < G; g++) scale[g] = 1.0f / weigh(scores + g * stride, past->count);
     for (int n = 0; n < vectors;) {
         bool pair = n + 1 < vectors;
-        const float *first = past->shared_values + n * VL, *second = past->values + (long)shared * width + n * VL;
         vf sums[G][2];
-        if (pair) {
-            UNROLL for (int g = 0; g < G; g++) sums[g][0] = sums[g][1] = splat(0.0f);
-            blend<G, 2, 2>(scores, stride, first, width, shared, sums);
-            blend<G, 2, 2>(scores + shared, stride, second, width, own, sums);
-        } else {
-            vf single[G][1];
-            UNROLL for (int g = 0; g < G; g++) single[g][0] = splat(0.0f);
-            blend<G, 1, 4>(scores, stride, first, width, shared, single);
-            blend<G, 1, 4>(scores + shared, stride, second, width, own, single);
-            UNROLL for (int g = 0; g < G; g++) sums[g][0] = single[g][0];
-        }
+        if (pair) blend_all<G, 2, 2>(scores, stride, past, n * VL, width, sums);
+        else blend_all<G, 1, 4>(scores, stride, past, n * VL, width, sums);
         UNROLL for (int g = 0; g < G; g++) for (int part = 0; part <= pair; part++) {
             vf found = sums[g][part] * splat(scale[g]);
             int from = (n + part) * VL, left = size - from < VL ? size - from : VL;

@@ -120,8 +120,8 @@ static inline Pool *pool_new(int threads) {
 static inline void pool_free(Pool *pool) {
     if (pool->owner != getpid()) return;  // what waits for workers would wait for ever
     pthread_mutex_lock(&pool->mutex);
-    pool->ending = 1;
-    pool->generation++;
+    tell(&pool->ending, 1);  // before the task that workers wait for, also as those see it who hold no lock
+    tell(&pool->generation, pool->generation + 1);
     pthread_cond_broadcast(&pool->given);
     pthread_mutex_unlock(&pool->mutex);
     for (int thread = 1; thread < pool->threads; thread++) pthread_join(pool->workers[thread], NULL);

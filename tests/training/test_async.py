@@ -168,7 +168,15 @@ def test_staleness_counts_publishes_where_a_round_has_several_steps(tmp_path):
 def test_log_probs_are_of_the_weights_of_each_tokens_version(tmp_path, monkeypatch):
     """An episode that spans updates says truly with which weights each token was sampled."""
     import envgrad.training.rollouts as rollouts
+    from envgrad.sampling.engine import Engine
 
+    step = Engine.step
+
+    def slowly(self, **options):
+        time.sleep(0.002)  # an episode takes longer than an update
+        return step(self, **options)
+
+    monkeypatch.setattr(Engine, "step", slowly)
     weights: dict[int, dict[str, torch.Tensor]] = {}
     publish = rollouts.Rollouts.publish
 

@@ -181,10 +181,12 @@ def test_a_second_signal_ends_the_process_at_once(
     while not checkpoints(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.3)
+    saved = checkpoints(tmp_path)  # beside rollouts, a step more may have been made by then
+    assert len(saved) == 1 and (algorithm == "AsyncGRPO" or saved == ["checkpoint-2"])
     run.kill(number)
     began = time.monotonic()
     assert run.finish() == -number and time.monotonic() - began < 10
-    assert checkpoints(tmp_path) == ["checkpoint-2"], "what was saved stays"
+    assert checkpoints(tmp_path) == saved, "what was saved stays"
 
 
 def test_an_evaluation_is_terminated_too(zygote: Zygote, tmp_path: Path) -> None:

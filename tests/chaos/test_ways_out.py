@@ -77,7 +77,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(zygote: Zygote, tmp_path: Pat
     assert len(pids) > 1 and len(programs) == 1 and all(alive(pid) for pid in pids | programs)
     run.kill(signal.SIGKILL)
     assert run.finish() == -9
-    assert all(gone(pid) for pid in pids | programs)
+    assert all(gone(pid, 20.0) for pid in pids | programs)
 
 
 def signal_if_alive(pid: int) -> None:

@@ -53,6 +53,7 @@ types: $(VENV)/.dev
 # Two processes, each on one core; a file's tests stay together, so that what they share is built once.
 JOBS ?= 2
 unit: $(VENV)/.dev $(if $(ECO_PYTHON),$(HARBOR)/.made)
+	@$(BIN)/python -c "from envgrad.native.compiler import library; library()"  # compiled once, not in a test's time
 	OMP_NUM_THREADS=1 ENVGRAD_ECOSYSTEM_PYTHON=$$(ls $(abspath $(HARBOR))/bin/python 2>/dev/null) \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 

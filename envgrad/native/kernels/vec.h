@@ -55,6 +55,3 @@ INLINE vf vexp(vf x) {
     vf found = p * (vf)scale;
     return x < splat(-87.0f) ? splat(0.0f) : found;
 }
-
-// Room for a thread's intermediate results, kept between calls.
-INLINE float *rounded(float *p) { return (float *)(((uintptr_t)p + 63) & ~(uintptr_t)63); }

@@ -48,7 +48,7 @@ class Ranks(Protocol):
         """
         ...
 
-    async def exchange_async(self, data: bytes) -> list[bytes]:
+    async def exchange_async(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         """``exchange``, from an event loop."""
         ...
 
@@ -88,7 +88,7 @@ class Alone:
     def exchange(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         return [data]
 
-    async def exchange_async(self, data: bytes) -> list[bytes]:
+    async def exchange_async(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         return [data]
 
     def claim(self, name: str) -> int:
@@ -135,7 +135,7 @@ class ProcessRanks:
                 while_waiting()
             pause = min(2 * pause, _LAST_POLL)
 
-    async def exchange_async(self, data: bytes) -> list[bytes]:
+    async def exchange_async(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         """``Ranks.exchange_async``."""
         waiting, pause = self._exchange(data), _FIRST_POLL
         while True:
@@ -144,6 +144,8 @@ class ProcessRanks:
             except StopIteration as found:
                 return list(found.value)
             await asyncio.sleep(pause)
+            if while_waiting is not None:
+                while_waiting()
             pause = min(2 * pause, _LAST_POLL)
 
     def _exchange(self, data: bytes) -> Generator[None, None, list[bytes]]:

@@ -69,7 +69,8 @@ class SharedWaves:
             data = to_bytes(answer)
         except RankFailed as unsendable:
             error, data = unsendable, to_bytes(Failed(text=f"{unsendable}", saves=False))
-        heard = [from_bytes(one, drawn) for one in await self.ranks.exchange_async(data)]
+        told = await self.ranks.exchange_async(data, lambda: self._pass_on(name))
+        heard = [from_bytes(one, drawn) for one in told]
         if not known and not self.ranks.rank:
             self.ranks.forget(name)
         return self._agree(heard, error, drawn, runner)
@@ -103,28 +104,36 @@ class SharedWaves:
         self, playing: asyncio.Future[dict[int, Group]], name: str
     ) -> tuple[Answer, BaseException | None]:
         """This rank's answer, and its error."""
+        stop = f"{name}/{_STOP}"
         try:
             while not playing.done():
                 await asyncio.wait({playing}, timeout=POLL_SECONDS)
                 number = self.arrived()
-                stopped = any(self.ranks.heard(word) is not None for word in (f"{name}/{_STOP}", FAILED))
-                if number is not None or stopped:
+                if number is not None or any(self.ranks.heard(word) is not None for word in (stop, FAILED)):
                     break
         finally:
             playing.cancel()  # nothing happens where it is done
             await asyncio.gather(playing, return_exceptions=True)
         error = None if playing.cancelled() else playing.exception()
-        number = self.arrived()
-        if error is not None or number is not None:
-            self.ranks.say(f"{name}/{_STOP}", "")
         if error is not None:
+            self.ranks.say(stop, "")
             text = f"{type(error).__name__}: {error}"
             return Failed(text=text, saves=isinstance(error, SAVING)), error
+        self._pass_on(name)
+        number = self.arrived()
         if number is not None:
             return Stopped(signal=number), None
-        if playing.cancelled():  # another rank has the reason
-            return Played(groups={}), None
-        return Played(groups=playing.result()), None
+        if not playing.cancelled():
+            return Played(groups=playing.result()), None
+        said = self.ranks.heard(stop)  # by a rank that may have told of its groups before its signal came
+        return (Stopped(signal=int(said)) if said else Played(groups={})), None
+
+    def _pass_on(self, name: str) -> None:
+        """A signal to this process stops the others, also where this one has played its part and waits for theirs."""
+        number = self.arrived()
+        stop = f"{name}/{_STOP}"
+        if number is not None and self.ranks.heard(stop) is None:
+            self.ranks.say(stop, str(int(number)))
 
     # -- all ranks
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from envgrad.environments.boundary import call_user
+from envgrad.environments.boundary import Ok, call_user
 from envgrad.environments.contract import read_group_rewards
 from envgrad.environments.isolation import use
 from envgrad.environments.plain_start import state_text
@@ -28,7 +28,7 @@ from envgrad.rollout.finite import check_played, end_if_asked, sibling_name
 from envgrad.rollout.loop import gather_or_cancel
 from envgrad.rollout.opening import EpisodeStart
 from envgrad.rollout.scoring import RewardBatch, RewardLog, add_component, score_group
-from envgrad.rollout.starting import Starter, find_mismatch
+from envgrad.rollout.starting import Starter, find_mismatch, start_states
 from envgrad.sampling.sampler import Session
 from envgrad.types import Episode, FailedEpisode, Group, Task
 
@@ -175,7 +175,7 @@ class GroupRun:
         if not mode.resets_each:
             self.start = state_text(first.begin.instance)
         if not mode.resets_each and self.policy.num_generations > 1:
-            await self._fork_all(first.begin)
+            await self._fork_all(first)
         else:
             await gather_or_cancel([self._start_fresh(sibling) for sibling in self.siblings[1:]])
 
@@ -188,17 +188,23 @@ class GroupRun:
             self.faults[failure.kind] += 1
             sibling.failure = failure
 
-    async def _fork_all(self, begin: EpisodeStart) -> None:
+    async def _fork_all(self, first: _Sibling) -> None:
         """Fork one reset instance for every other sibling, and one more that stays pristine for retries."""
         for left in reversed(range(self.policy.max_episode_retries + 1)):
+            if first.begin is None:  # its fork failed: it may be dead
+                await self._start_fresh(first)
+            if first.begin is None:
+                raise first.failure or AssertionError("a start that neither succeeded nor failed")
             try:
                 with self.context.activity.during("reset"):
-                    self.starter.pristine = await self.starter.fork(begin)
+                    self.starter.pristine = await self.starter.fork(first.begin)
+                    self.start = state_text(first.begin.instance)
                 break
             except EpisodeFailure as failure:
                 if not left:
                     raise
                 self.faults[failure.kind] += 1
+                await self._release(first, usable=False)
         for sibling in self.siblings[1:]:
             await self._start_forked(sibling)
 
@@ -212,9 +218,32 @@ class GroupRun:
             self.faults[failure.kind] += 1
             sibling.failure = failure
 
+    async def _start_again(self, sibling: _Sibling) -> None:
+        await (self._start_forked(sibling) if self.starter.pristine is not None else self._start_fresh(sibling))
+
     async def _compare(self) -> None:
-        begun = [sibling.begin for sibling in self.siblings if sibling.begin is not None]
-        self.mismatch = await find_mismatch(self.context, begun)
+        """Compare the starts; a sibling whose state cannot be told starts again, as often as it may be retried.
+
+        Raises:
+            EpisodeFailure: some sibling's cannot be told even then.
+            EnvironmentContractError: they differ, and must not.
+        """
+        for left in reversed(range(self.policy.max_episode_retries + 1)):
+            begun = [(sibling, sibling.begin) for sibling in self.siblings if sibling.begin is not None]
+            if len(begun) < 2:
+                return
+            states = await start_states(self.context, [begin for _, begin in begun])
+            untold = [(one, state) for (one, _), state in zip(begun, states, strict=True) if not isinstance(state, Ok)]
+            if not untold:
+                told = [state.value for state in states if isinstance(state, Ok)]
+                self.mismatch = find_mismatch(self.context, [begin for _, begin in begun], told)
+                break
+            if not left:
+                raise untold[0][1]
+            for sibling, failure in untold:
+                self.faults[failure.kind] += 1
+                await self._release(sibling, usable=False)
+                await self._start_again(sibling)
         if self.mismatch is not None and self.policy.group_consistency == "require":
             raise EnvironmentContractError(
                 f"siblings of one group of {self.context.spec.name} start differently: {self.mismatch}; let reset take "
@@ -250,7 +279,7 @@ class GroupRun:
                 return
             self._begin_session(sibling)
             sibling.parts = PartRecord()
-            await (self._start_forked(sibling) if self.starter.pristine is not None else self._start_fresh(sibling))
+            await self._start_again(sibling)
 
     def _policy(self, sibling: _Sibling, phase: str) -> AbstractContextManager[None]:
         """Lets the environment ask the policy: in ``reset`` with the group's seed, later with the sibling's own."""
@@ -321,10 +350,11 @@ class GroupRun:
 
     # -- ending
 
-    async def _release(self, sibling: _Sibling) -> None:
+    async def _release(self, sibling: _Sibling, *, usable: bool = True) -> None:
         if sibling.begin is None:
             return
         begin, sibling.begin = sibling.begin, None
+        begin.usable = begin.usable and usable
         await self.starter.end(begin)
 
     async def _release_all(self) -> None:

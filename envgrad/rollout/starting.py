@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envgrad.environments.boundary import Ok, Raised, call_user
+from envgrad.environments.boundary import Ok, Outcome, Raised, call_user, guard
 from envgrad.environments.isolation import Stream, loaded_generators, use
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.sources import hash63
 from envgrad.environments.start import SiblingStart, fork_instance, start_difference, told_state
-from envgrad.errors import EnvironmentFailure, ResetTimeout
+from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, ResetTimeout
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.rollout.opening import EpisodeStart, Opening, start
 from envgrad.types import Task
@@ -139,17 +139,48 @@ class Starter:
             await self.pool.discard(pristine.instance)
 
 
-async def find_mismatch(context: EpisodeContext, begun: Sequence[EpisodeStart]) -> str | None:
-    """Where a sibling's start differs first from the first sibling's: see ``environments.start``; None if none does.
+async def start_states(context: EpisodeContext, begun: Sequence[EpisodeStart]) -> list[Ok | EpisodeFailure]:
+    """What stands for each sibling's state right after its reset, or why that cannot be told.
+
+    ``start_state()`` is asked on a copy of the sibling's stream: to look at a start does not change it.
 
     Raises:
-        EpisodeFailure: ``start_state()`` raised or took too long.
         EnvironmentContractError: ``start_state`` is async.
     """
-    if len(begun) < 2:
-        return None
-    states = await _told_states(context, begun) if context.spec.has_start_state else [b.instance for b in begun]
-    first, *others = (
+    spec, timeout = context.spec, context.limits.reset_timeout
+    if not spec.has_start_state:
+        return [Ok(begin.instance, 0.0) for begin in begun]
+    where = f"{spec.name}.start_state"
+
+    def tell(instances: Sequence[object]) -> list[Outcome]:
+        return [guard(told_state, instance, spec) for instance in instances]
+
+    batches = [begun] if begun[0].stream is None else [[begin] for begin in begun]
+    states: list[Ok | EpisodeFailure] = []
+    for batch in batches:
+        stream = batch[0].stream
+        with use(None if stream is None else stream.copy()):
+            instances = [begin.instance for begin in batch]
+            outcome = await call_user(where, tell, instances, workers=context.workers, timeout=timeout)
+        each: list[Outcome] = [outcome] * len(batch)  # nothing is told of any: it took too long
+        if isinstance(outcome, Ok) and isinstance(outcome.value, list):
+            each = outcome.value
+        states.extend(_state_or_failure(one, where, timeout) for one in each)
+    return states
+
+
+def _state_or_failure(outcome: Outcome, where: str, timeout: float | None) -> Ok | EpisodeFailure:
+    if isinstance(outcome, Raised) and isinstance(outcome.error, EnvironmentContractError):
+        raise outcome.error
+    try:
+        return Ok(value_or_failure(outcome, where, ResetTimeout, timeout), outcome.seconds)
+    except EpisodeFailure as failure:
+        return failure
+
+
+def find_mismatch(context: EpisodeContext, begun: Sequence[EpisodeStart], states: Sequence[object]) -> str | None:
+    """Where a sibling's start differs first from the first sibling's: see ``environments.start``; None if none does."""
+    starts = [
         SiblingStart(
             messages=begin.opening.messages,
             tools=begin.opening.schemas or (),
@@ -158,27 +189,5 @@ async def find_mismatch(context: EpisodeContext, begun: Sequence[EpisodeStart]) 
             stream=begin.stream,
         )
         for begin, state in zip(begun, states, strict=True)
-    )
-    return next((found for other in others if (found := start_difference(first, other)) is not None), None)
-
-
-async def _told_states(context: EpisodeContext, begun: Sequence[EpisodeStart]) -> list[object]:
-    """What ``start_state()`` says of each, on a copy of its stream: to look at a start does not change it."""
-    spec, timeout = context.spec, context.limits.reset_timeout
-    where = f"{spec.name}.start_state"
-
-    def tell(instances: Sequence[object]) -> list[object]:
-        return [told_state(instance, spec) for instance in instances]
-
-    batches = [begun] if begun[0].stream is None else [[begin] for begin in begun]
-    states: list[object] = []
-    for batch in batches:
-        stream = batch[0].stream
-        with use(None if stream is None else stream.copy()):
-            instances = [begin.instance for begin in batch]
-            outcome = await call_user(where, tell, instances, workers=context.workers, timeout=timeout)
-        told = value_or_failure(outcome, where, ResetTimeout, timeout)
-        if not isinstance(told, list):
-            raise AssertionError(told)
-        states.extend(told)
-    return states
+    ]
+    return next((found for other in starts[1:] if (found := start_difference(starts[0], other)) is not None), None)

@@ -55,13 +55,16 @@ def test_a_signal_to_one_rank_stops_all_behind_the_same_step(zygote: Zygote, tmp
     assert steps["global_step"] == 2
 
 
-def test_a_signal_reaches_ranks_that_wait_for_rollouts(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause", [0.0, 1.5])
+def test_a_signal_reaches_ranks_that_wait_for_rollouts(zygote: Zygote, tmp_path: Path, pause: float) -> None:
+    """With a pause the first rank has played its own part, and waits for the other's."""
     scenario = zygote.start("ranks", tmp_path, "ends", "2", "waiting")
     deadline = time.monotonic() + 60
     output = tmp_path / "rank1.out"
     while not output.exists() or "waiting" not in output.read_text():
         assert time.monotonic() < deadline and alive(scenario.pid), scenario.stderr
         time.sleep(0.01)
+    time.sleep(pause)
     os.kill(json.loads((tmp_path / "pids.json").read_text())[0], signal.SIGTERM)
     scenario.finish(60.0)
     codes = json.loads((tmp_path / "codes.json").read_text())

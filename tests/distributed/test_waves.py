@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -183,3 +184,39 @@ def test_a_signal_to_one_rank_stops_all() -> None:
             return found.value.signal
 
     assert on_threads(3, run) == [signal.SIGTERM] * 3
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_a_signal_to_a_rank_that_has_played_its_part_stops_those_that_still_play(static: bool) -> None:
+    def run(ranks: ThreadRanks) -> int:
+        began = time.monotonic()
+        latency = 0.0 if ranks.rank == 1 else 3600.0
+        # One group at once: rank 1 has long played what is left when its signal comes.
+        with world(Says, lambda *_: turn("1"), latency=latency, max_groups=1) as (runner, tasks, sampler):
+            arrived = lambda: None if ranks.rank != 1 or time.monotonic() - began < 1.0 else signal.SIGTERM  # noqa: E731
+            runner.waves = SharedWaves(ranks=ranks, static=static, arrived=arrived)
+            with pytest.raises(StoppedTogether) as found:
+                runner.play(tasks, 4, TWO)
+            if ranks.rank == 1:
+                assert sampler.requests, "it has played"
+            return found.value.signal
+
+    assert on_threads(3, run) == [signal.SIGTERM] * 3
+
+
+def test_a_signal_behind_the_last_group_is_left_for_the_step() -> None:
+    """All have played when it comes: the round is whole, and the run stops behind the next step."""
+
+    def run(ranks: ThreadRanks) -> list[int]:
+        with world(Says, lambda *_: turn("1")) as (runner, tasks, _):
+            waves = runner.waves = SharedWaves(ranks=ranks, static=True)
+            exchange = ranks.exchange_async
+
+            async def late(data: bytes, while_waiting: Any = None) -> list[bytes]:
+                waves.arrived = lambda: signal.SIGTERM
+                return await exchange(data, while_waiting)
+
+            ranks.exchange_async = late  # type: ignore[method-assign]
+            return positions(runner.play(tasks, 4, TWO).groups)
+
+    assert on_threads(2, run) == [[0, 1, 2, 3]] * 2

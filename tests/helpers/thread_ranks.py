@@ -44,13 +44,15 @@ class ThreadRanks:
         return slot
 
     def exchange(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
-        return asyncio.run(self.exchange_async(data))
+        return asyncio.run(self.exchange_async(data, while_waiting))
 
-    async def exchange_async(self, data: bytes) -> list[bytes]:
+    async def exchange_async(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         slot = self._put(data)
         waited = 0.0
         while len(slot) < self.size:
             await asyncio.sleep(0.001)
+            if while_waiting is not None:
+                while_waiting()
             waited += 0.001
             assert waited < SECONDS, f"rank {self.rank} waits for {set(range(self.size)) - set(slot)}"
         return [slot[rank] for rank in range(self.size)]

@@ -295,7 +295,7 @@ def test_group_ids_are_hashes_with_63_bits():
 @pytest.mark.parametrize("member", ["fork", "start_state"])
 def test_a_failure_in_what_siblings_share_drops_the_group_and_not_the_run(member):
     class Shaky(Counter):
-        broken = 3
+        broken = {"fork": 3, "start_state": 6}[member]
 
         def shaky(self):
             type(self).broken -= 1
@@ -320,6 +320,60 @@ def test_a_failure_in_what_siblings_share_drops_the_group_and_not_the_run(member
     played = play(factory, [turn("x")], siblings=2)
     assert len(played.groups) == 1 and played.dropped
     assert {failure.kind for group in played.dropped for failure in group.failures} == {"environment"}
+
+
+@pytest.mark.parametrize("dying", [[0], [1], [0, 1, 2], [0, 1, 2, 3, 5]])
+def test_an_instance_that_dies_when_its_start_is_looked_at_costs_nobody_else(dying):
+    """Numbers of instances, in the order in which they were made."""
+
+    class Mortal(Counter):
+        made, resets = 0, 0
+
+        def __init__(self):
+            self.number, Mortal.made = Mortal.made, Mortal.made + 1
+
+        def reset(self, seed):
+            Mortal.resets += 1
+            self.n = 0
+            return "Count."
+
+        def start_state(self):
+            if self.number in dying:
+                raise EnvironmentFailure("gone")
+            return self.n
+
+        def get_reward(self):
+            return 1.0 if self.number not in dying else 9.0
+
+    (group,) = play(Mortal, [turn("x")], siblings=3).groups
+    assert [episode.reward for episode in group.episodes] == [1.0] * 3 and group.start_mismatch is None
+    assert group.faults == {"environment": len(dying)} and Mortal.resets == 3 + len(dying)
+
+
+def test_an_instance_that_dies_when_it_is_forked_is_started_again():
+    class Mortal(Counter):
+        made = 0
+
+        def __init__(self):
+            self.number, Mortal.made = Mortal.made, Mortal.made + 1
+
+        def reset(self):
+            self.n = self.number
+            return f"Count from {self.n}."
+
+        def fork(self):
+            if not self.number:
+                raise EnvironmentFailure("gone")
+            forked = Mortal()
+            forked.n = self.n
+            return forked
+
+        def get_reward(self):
+            return float(self.n)
+
+    (group,) = play(Mortal, [turn("x")], siblings=3).groups
+    assert [episode.reward for episode in group.episodes] == [1.0] * 3 and group.faults == {"environment": 1}
+    assert {episode.messages[0]["content"] for episode in group.episodes} == {"Count from 1."}
 
 
 def test_a_first_reset_that_fails_is_retried_before_its_siblings_copy_it():

@@ -10,8 +10,7 @@ The head works in chunks (``head``): neither forward nor backward ever holds tok
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,9 +22,11 @@ from envgrad.attention import no_mask, use_envgrad_attention
 from envgrad.divergence import TeacherSignal
 from envgrad.errors import ConfigurationError
 from envgrad.head import EntropyMode, PolicyOutputs, logprobs_from_hidden, logprobs_from_logs
-from envgrad.last_layer import WORTHWHILE, Predicting, install_last_layer, remove_last_layer
+from envgrad.last_layer import WORTHWHILE, Predicting
 from envgrad.layout import PackedAttention, PackedLayout
 from envgrad.packing import MicroBatch, pack
+from envgrad.probing import probing, random_ids, relative_difference
+from envgrad.row_layers import install_row_layers, remove_row_layers
 from envgrad.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class PolicyForward:
                 del self.model.forward
             else:
                 self.model.forward = self.previous
-            remove_last_layer(self.model)
+            remove_row_layers(self.model)
 
 
 def _row_arguments(input_ids: Tensor, position_ids: Tensor, layout: PackedLayout | Predicting | None) -> dict[str, Any]:
@@ -273,42 +274,16 @@ def install_policy_forward(model: PreTrainedModel | PeftModel) -> PolicyForward:
             f"{type(base).__name__} has no decoder with a language-model head; load it with AutoModelForCausalLM"
         )
     forward = PolicyForward(base)
-    ids = _random_ids(base, 8)
-    with _probing(base):
+    ids = random_ids(base, 8)
+    with probing(base):
         positions = torch.arange(8, device=ids.device)[None]
         from_head: Tensor = forward.head(forward.last_hidden(ids, positions, None))
         own: Tensor = forward._plain()(input_ids=ids, use_cache=False, return_dict=True).logits
-    if _relative_difference(from_head, own) > 1e-5:
+    if relative_difference(from_head, own) > 1e-5:
         forward.path = "logits"
-    forward.chooses_rows = forward.path == "head" and _last_layer_agrees(forward)
+    forward.chooses_rows = install_row_layers(base, forward.last_hidden, chooses_rows=forward.path == "head")
     base.forward = forward
     return forward
-
-
-def _last_layer_agrees(forward: PolicyForward) -> bool:
-    """Install a ``LastLayer`` if the model's last layer gives the same numbers through it."""
-    base = forward.model
-    if install_last_layer(base) is None:
-        return False
-    ids = _random_ids(base, 8)
-    positions = torch.arange(8, device=ids.device)[None]
-    layout, wanted = PackedLayout.build([(0, (8,))]), torch.tensor([2, 5, 6], device=ids.device)
-    before: str = base.config._attn_implementation
-    agrees = False
-    with _probing(base):
-        try:
-            use_envgrad_attention(base)
-            whole = forward.last_hidden(ids, positions, layout)[:, wanted]
-            chosen = forward.last_hidden(ids, positions, Predicting(layout, wanted))
-            agrees = chosen.shape == whole.shape and _relative_difference(chosen, whole) <= _rounding(whole)
-        except (TypeError, ValueError, NotImplementedError, RuntimeError):
-            agrees = False
-        finally:
-            if base.config._attn_implementation != before:
-                base.set_attn_implementation(before)
-    if not agrees:
-        remove_last_layer(base)
-    return agrees
 
 
 def check_packed_forward(model: PreTrainedModel | PeftModel) -> str | None:
@@ -324,7 +299,7 @@ def check_packed_forward(model: PreTrainedModel | PeftModel) -> str | None:
     micro_batch = batch.micro_batches[0].to(base.device)
     forward = PolicyForward(base)
     before: str = base.config._attn_implementation
-    with _probing(base):
+    with probing(base):
         try:
             base.set_attn_implementation("eager")
             plain = [
@@ -343,7 +318,7 @@ def check_packed_forward(model: PreTrainedModel | PeftModel) -> str | None:
     expected = torch.cat(
         [row[sample.prompt_length - 1 :] for row, sample in zip(plain, batch.samples, strict=True)]
     )  # fmt: skip
-    difference = _relative_difference(packed.index_select(0, micro_batch.predict_index), expected)
+    difference = relative_difference(packed.index_select(0, micro_batch.predict_index), expected)
     limit = 1e-3 if expected.dtype == torch.float32 else 5e-2
     if difference <= limit:
         return None
@@ -355,7 +330,7 @@ def check_packed_forward(model: PreTrainedModel | PeftModel) -> str | None:
 
 def _probe_samples(model: PreTrainedModel) -> list[TrainingSample]:
     shapes = [("a", 40, 24), ("a", 40, 3), ("a", 40, 9), ("b", 5, 30), ("b", 5, 2)]
-    ids = _random_ids(model, 200)[0].tolist()
+    ids = random_ids(model, 200)[0].tolist()
     samples = []
     for number, (group, prompt, own) in enumerate(shapes):
         first = 0 if group == "a" else 40
@@ -368,31 +343,3 @@ def _probe_samples(model: PreTrainedModel) -> list[TrainingSample]:
             )
         )  # fmt: skip
     return samples
-
-
-def _random_ids(model: PreTrainedModel, count: int) -> Tensor:
-    """``(1, count)`` from a generator of its own, so that nobody's random stream moves."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, int(vocabulary), (1, count), generator=generator).to(model.device)
-
-
-def _rounding(x: Tensor) -> float:
-    return 1e-5 if x.dtype == torch.float32 else 5e-2
-
-
-def _relative_difference(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-12))
-
-
-@contextmanager
-def _probing(model: nn.Module) -> Iterator[None]:
-    """No gradients, dropout off; every module's mode is put back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -8,7 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from envgrad.native.compiler import library
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def floats(*shape: int) -> Tensor:
@@ -22,6 +27,25 @@ def floats(*shape: int) -> Tensor:
         (torch.float32, torch.Size([2, 3]))
     """
     return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def can_compute(*tensors: Tensor) -> bool:
+    """Whether kernels compute with ``tensors``: they are there, and these are plain ones in float32 on the CPU.
+
+    Where something looks at torch's operations (``torch.compile``, ``torch.func``, counters of operations), these are
+    left for it to see.
+
+    Example:
+        >>> can_compute(floats(3).double())
+        False
+    """
+    return (
+        all(type(one) in _PLAIN and one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and _get_current_dispatch_mode() is None
+        and library() is not None
+    )
 
 
 def give_back_freed() -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from envgrad.native.compiler import library
+from envgrad.native.memory import can_compute
 
 WIDEST = 256
 """head size up to which a block of queries stays in a core's caches"""
@@ -123,21 +123,9 @@ class _Arguments(ctypes.Structure):
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel computes this attention, which has no dropout and no window.
-
-    Where something looks at torch's operations (``torch.compile``, ``torch.func``, counters of operations), these are
-    left for it to see.
-    """
-    tensors = (query, key, value)
-    return (
-        all(type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        and 0 < query.shape[-1] <= WIDEST
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and _get_current_dispatch_mode() is None
-        and library() is not None
-    )
+    """Whether the kernel computes this attention, which has no dropout and no window."""
+    same = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    return same and 0 < query.shape[-1] <= WIDEST and can_compute(query, key, value)
 
 
 def native_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:

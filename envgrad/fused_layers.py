@@ -1,0 +1,140 @@
+"""Decoder layers of packed rows on a CPU, with kernels for what lies between their matrix products.
+
+A layer's own modules compute its products, adapters and hooks included; norms, rotations and gated activations are
+calls of ``native.layers``, which take less time and keep less for the backward than torch's operations. Only rows of
+ours in float32 go this way: any other call of the layer is as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from envgrad.attention import AttentionCall, AttentionLayout
+from envgrad.last_layer import LastLayer, Predicting
+from envgrad.native.compiler import library
+from envgrad.native.layers import add_norm, gated, gated_linear, rotate
+from envgrad.native.memory import can_compute
+from envgrad.sampling.decoder_shape import DecoderShape, OtherShape, epsilon_of, head_norms, tensor
+
+_GATES = ("SiLUActivation", "SiLU")
+
+
+class FusedLayer(LastLayer):
+    """A layer's ``forward``: rows that it can compute with kernels go that way, all others as before.
+
+    As ``LastLayer``, it is an ordinary attribute of the layer, and carried along by a deep copy or a pickle.
+    """
+
+    def __init__(self, layer: nn.Module, before: LastLayer | None) -> None:
+        super().__init__(layer)
+        self.before = before
+        """what it replaces; it is the last layer's, which may return predicting tokens only"""
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        row, angles = kwargs.get("attention_layout"), kwargs.get("position_embeddings")
+        if row is not None and angles is not None and not args and self._fits(hidden_states):
+            return self._fused(hidden_states, row, angles)
+        output: Tensor = (self._plain() if self.before is None else self.before)(hidden_states, *args, **kwargs)
+        return output
+
+    def _fits(self, x: Tensor) -> bool:
+        layer: Any = self.layer
+        if layer.training and (layer.self_attn.attention_dropout or getattr(layer, "gradient_checkpointing", False)):
+            return False
+        replaced = any(_is_changed(getattr(layer, part)) for part in PARTS_WITH_KERNELS)
+        return x.shape[0] == 1 and not replaced and can_compute(x) and not torch.is_autocast_enabled("cpu")
+
+    def _fused(self, x: Tensor, row: Any, angles: tuple[Tensor, Tensor]) -> Tensor:
+        layer: Any = self.layer
+        before, between = layer.input_layernorm, layer.post_attention_layernorm
+        wanted: Tensor | None = None
+        if isinstance(row, Predicting) and self.before is not None:
+            wanted, row = row.wanted, row.last
+        x, normed = add_norm(x, None, before.weight, before.variance_epsilon)
+        attended = self._attended(normed, row, angles)
+        if wanted is not None:
+            x, attended = x.index_select(1, wanted), attended.index_select(1, wanted)
+        x, normed = add_norm(x, layer.self_attn.o_proj(attended), between.weight, between.variance_epsilon)
+        mlp = layer.mlp
+        gate, up, down = mlp.gate_proj(normed), mlp.up_proj(normed), mlp.down_proj
+        if down.bias is None and type(down) is nn.Linear and not _is_changed(down):
+            return x + gated_linear(gate, up, down.weight)
+        output: Tensor = x + down(gated(gate, up))
+        return output
+
+    def _attended(self, normed: Tensor, row: AttentionLayout, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """``(1, T, heads * size)``."""
+        attention: Any = self.layer.self_attn
+        size = attention.head_dim
+        turned = []
+        for part in ("q", "k"):
+            x, norm = getattr(attention, f"{part}_proj")(normed), getattr(attention, f"{part}_norm", None)
+            if norm is not None:
+                heads = x.unflatten(-1, (-1, size))
+                x = add_norm(heads, None, norm.weight, norm.variance_epsilon)[1].flatten(-2)
+            turned.append(rotate(x, *angles, size))
+        parts = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (*turned, attention.v_proj(normed)))
+        call = AttentionCall(layer=int(attention.layer_idx), scaling=attention.scaling, dropout=0.0, window=None)
+        return row.attend(call, *parts).flatten(-2)
+
+
+PARTS_WITH_KERNELS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a call of ``module`` does something beside its class's ``forward``."""
+    return bool(
+        "forward" in vars(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def install_fused_layers(model: PreTrainedModel) -> bool:
+    """Put a ``FusedLayer`` into every layer of ``model``, if it is a Llama-like decoder; whether it is."""
+    if library() is None:
+        return False
+    try:
+        layers = DecoderShape.of(model).layers
+        for layer in layers:
+            _check(layer)
+    except OtherShape:
+        return False
+    for layer in layers:
+        before = vars(layer).get("forward")
+        if not isinstance(before, FusedLayer):
+            layer.forward = FusedLayer(layer, before)
+    return True
+
+
+def _check(layer: nn.Module) -> None:
+    """
+    Raises:
+        OtherShape: the layer computes something else, or somebody has replaced its forward.
+    """
+    before, found = vars(layer).get("forward"), dict(layer.named_modules())
+    if before is not None and not isinstance(before, LastLayer):
+        raise OtherShape
+    if type(found["mlp.act_fn"]).__name__ not in _GATES or not hasattr(found["self_attn"], "attention_dropout"):
+        raise OtherShape
+    for norm in (found["input_layernorm"], found["post_attention_layernorm"], *head_norms(layer)):
+        if norm is not None:
+            epsilon_of(norm)
+            tensor(norm, "weight")
+
+
+def remove_fused_layers(model: PreTrainedModel) -> None:
+    """Take them out again, where nobody has wrapped them since."""
+    for layer in getattr(model.base_model, "layers", ()):
+        fused = vars(layer).get("forward")
+        if isinstance(fused, FusedLayer):
+            if fused.before is None:
+                del layer.forward
+            else:
+                layer.forward = fused.before

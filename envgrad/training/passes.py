@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeAlias
 
 import torch
@@ -80,30 +80,60 @@ def side_by_side_fits(model: nn.Module, base: PreTrainedModel) -> bool:
     return FusedDecoder.of(base) is not None
 
 
+class TrainingThreads:
+    """Threads of a run that compute on one core each, started when they are needed, until the context is left.
+
+    They stay from step to step: an allocator keeps memory that one thread has freed for that thread.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._cores = 0
+
+    def __enter__(self) -> TrainingThreads:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = None
+
+    def of(self, cores: int) -> ThreadPoolExecutor:
+        """``cores`` of them."""
+        if self._pool is None or self._cores != cores:
+            self.__exit__()
+            self._pool = ThreadPoolExecutor(cores, thread_name_prefix="envgrad-training", initializer=compute_alone)
+            self._cores = cores
+        return self._pool
+
+
 def passes_side_by_side(
-    micro_batches: Sequence[MicroBatch], forward_loss: ForwardLoss, trained: Sequence[nn.Parameter], cores: int
+    micro_batches: Sequence[MicroBatch],
+    forward_loss: ForwardLoss,
+    trained: Sequence[nn.Parameter],
+    threads: TrainingThreads,
+    cores: int,
 ) -> Generator[LossOutputs]:
     """Each micro-batch's loss, in order; when it is yielded, its gradient has been added to ``trained``'s.
 
     An error of one is raised in its place. Whoever leaves early waits for those that compute at that moment; no more is
-    added. No thread is left behind.
+    added.
 
     Args:
         micro_batches: On the model's device.
-        forward_loss: Called in threads of their own, several at once.
+        forward_loss: Called in ``threads``, several at once.
         trained: The parameters to differentiate.
+        threads: Of the run.
         cores: Micro-batches that compute at once, 2 or more.
     """
-    cores = min(cores, len(micro_batches))
 
     def compute(micro_batch: MicroBatch) -> tuple[LossOutputs, tuple[Tensor | None, ...]]:
         outputs = forward_loss(micro_batch)
         return outputs, torch.autograd.grad(outputs.loss, trained, allow_unused=True)
 
-    pool = ThreadPoolExecutor(cores, thread_name_prefix="envgrad-training", initializer=compute_alone)
+    pool, waiting = threads.of(cores), iter(micro_batches)
+    running: deque[Future[tuple[LossOutputs, tuple[Tensor | None, ...]]]] = deque()
     try:
-        waiting = iter(micro_batches)
-        running: deque[Future[tuple[LossOutputs, tuple[Tensor | None, ...]]]] = deque()
         for micro_batch in waiting:
             running.append(pool.submit(compute, micro_batch))
             if len(running) > cores:  # one waits, so that no core does
@@ -116,7 +146,7 @@ def passes_side_by_side(
             _add(gradients, trained)
             yield outputs
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        wait([one for one in running if not one.cancel()])
 
 
 def _add(gradients: Sequence[Tensor | None], trained: Sequence[nn.Parameter]) -> None:

@@ -26,7 +26,7 @@ from envgrad.sampling.limits import context_of, vocabulary_of
 from envgrad.sampling.local import LocalSampler, make_local_sampler
 from envgrad.sampling.sampler import SamplingParams, Session
 from envgrad.training.flops import ModelCost, RowWork, Work, matmul_rate, wait_for
-from envgrad.training.passes import passes_side_by_side, side_by_side_fits
+from envgrad.training.passes import TrainingThreads, passes_side_by_side, side_by_side_fits
 from envgrad.training.setup import pack_mode_of
 from envgrad.types import TrainingSample
 
@@ -241,9 +241,10 @@ class _Training:
 
     def once(self) -> None:
         if len(self.micro_batches) > 1 and torch.get_num_threads() > 1 and side_by_side_fits(self.model, self.model):
-            passes = passes_side_by_side(self.micro_batches, self._loss, self.trained, torch.get_num_threads())
-            for _ in passes:
-                pass
+            cores = torch.get_num_threads()
+            with TrainingThreads() as threads:
+                for _ in passes_side_by_side(self.micro_batches, self._loss, self.trained, threads, cores):
+                    pass
         else:
             for micro_batch in self.micro_batches:
                 torch.autograd.backward(self._loss(micro_batch).loss)

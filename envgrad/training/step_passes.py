@@ -19,7 +19,7 @@ from envgrad.distributed.meeting import Step, meet
 from envgrad.logprobs import policy_logprobs
 from envgrad.losses import LossInputs, LossOutputs
 from envgrad.training.guards import GuardedTrainer
-from envgrad.training.passes import passes_one_by_one, passes_side_by_side, side_by_side_fits
+from envgrad.training.passes import TrainingThreads, passes_one_by_one, passes_side_by_side, side_by_side_fits
 from envgrad.training.together import join_ranks
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class PassesTrainer(GuardedTrainer):
     _stream: StepStream | None
     outputs: list[LossOutputs]
     """of this process's micro-batches of the step"""
+    threads: TrainingThreads
+    """for micro-batches side by side"""
     met: Step | None = None
     """the step as all processes see it, where there are several"""
 
@@ -61,7 +63,7 @@ class PassesTrainer(GuardedTrainer):
         micro_batches, forward = own.micro_batches, partial(self._forward_loss, model)
         if len(micro_batches) > 1 and torch.get_num_threads() > 1 and self._side_by_side(model):
             trained = [one for one in model.parameters() if one.requires_grad]
-            passes = passes_side_by_side(micro_batches, forward, trained, torch.get_num_threads())
+            passes = passes_side_by_side(micro_batches, forward, trained, self.threads, torch.get_num_threads())
         else:
             passes = passes_one_by_one(micro_batches, forward, self.accelerator, model)
         with contextlib.closing(passes):

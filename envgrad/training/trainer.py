@@ -44,6 +44,7 @@ from envgrad.training.guards import Guard
 from envgrad.training.inputs import UserInputs
 from envgrad.training.metrics import MetricAverages, round_metrics
 from envgrad.training.model import load_policy
+from envgrad.training.passes import TrainingThreads
 from envgrad.training.phases import phase_report, phase_shares, training_flops
 from envgrad.training.prepare import Preparation
 from envgrad.training.publishing import PublishingTrainer
@@ -186,6 +187,7 @@ class RolloutTrainer(PassesTrainer, ResumingTrainer, BestModelTrainer, Evaluatin
             self.signals,
             self.trackers.open(),
             shared_threads(self.user_args),
+            TrainingThreads() as self.threads,
             self.rollouts.open(),
             self.logged_episodes(),
         ):

@@ -15,7 +15,7 @@ from envgrad import GRPOTrainer, custom
 from envgrad.logprobs import install_policy_forward
 from envgrad.losses import LossOutputs
 from envgrad.training import step_passes as trainer_module
-from envgrad.training.passes import passes_side_by_side, side_by_side_fits
+from envgrad.training.passes import TrainingThreads, passes_side_by_side, side_by_side_fits
 from helpers.models import Letters, config, flat, tiny_llama, tokenizer_of, zoo
 
 
@@ -108,9 +108,12 @@ def test_gradients_are_added_as_each_is_yielded(two_threads):
     seen: set[str] = set()
     halves: Any = [Half(scale) for scale in (1.0, 2.0, 4.0, 8.0)]
     got = []
-    for outputs in passes_side_by_side(halves, loss_of(weight, seen), [weight, unused], 2):
-        assert weight.grad is not None
-        got.append((outputs.loss.item(), weight.grad.tolist()))
+    with TrainingThreads() as pool:
+        for outputs in passes_side_by_side(halves, loss_of(weight, seen), [weight, unused], pool, 2):
+            assert weight.grad is not None
+            got.append((outputs.loss.item(), weight.grad.tolist()))
+        for _ in passes_side_by_side(halves, loss_of(weight, seen), [weight], pool, 2):
+            assert len(threads()) == 2, "the same threads again"
     assert got == [(6.5, [2.0, 3.0]), (13.0, [6.0, 9.0]), (26.0, [14.0, 21.0]), (52.0, [30.0, 45.0])]
     assert unused.grad is None, "as a backward leaves it"
     assert all(name.startswith("envgrad-training") for name in seen)
@@ -121,23 +124,33 @@ def threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name.startswith("envgrad-training")]
 
 
-def test_an_error_comes_in_its_place_and_leaves_no_thread(two_threads):
+def test_an_error_comes_in_its_place(two_threads):
     weight = nn.Parameter(torch.tensor([1.0]))
     halves: Any = [Half(scale) for scale in (1.0, -1.0, 4.0, 8.0, 16.0)]
-    passes = passes_side_by_side(halves, loss_of(weight, set()), [weight], 2)
-    assert next(passes).loss.item() == 0.5
-    with pytest.raises(ValueError, match="cannot be computed"):
-        next(passes)
+    with TrainingThreads() as pool:
+        passes = passes_side_by_side(halves, loss_of(weight, set()), [weight], pool, 2)
+        assert next(passes).loss.item() == 0.5
+        with pytest.raises(ValueError, match="cannot be computed"):
+            next(passes)
     assert weight.grad is not None and weight.grad.tolist() == [1.0]
     assert torch.get_num_threads() == 2 and not threads()
 
 
-def test_leaving_early_adds_no_more_and_leaves_no_thread(two_threads):
+def test_leaving_early_adds_no_more_and_computes_no_more(two_threads):
     weight = nn.Parameter(torch.tensor([1.0]))
     halves: Any = [Half(1.0) for _ in range(9)]
-    with contextlib.closing(passes_side_by_side(halves, loss_of(weight, set()), [weight], 2)) as passes:
-        next(passes)
-    assert weight.grad is not None and weight.grad.tolist() == [1.0] and not threads()
+    calls: list[int] = []
+
+    def forward(half: Any) -> LossOutputs:
+        calls.append(1)
+        return loss_of(weight, set())(half)
+
+    with TrainingThreads() as pool:
+        with contextlib.closing(passes_side_by_side(halves, forward, [weight], pool, 2)) as passes:
+            next(passes)
+        computed = len(calls)
+        assert weight.grad is not None and weight.grad.tolist() == [1.0] and computed <= 5
+    assert len(calls) == computed and not threads()
 
 
 def with_dropout(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""What packed rows go through in a model's layers otherwise than plain rows do, where it gives the model's own numbers."""
+"""How packed rows go through a model's layers otherwise than plain ones, where it gives the model's own numbers."""
 
 from __future__ import annotations
 

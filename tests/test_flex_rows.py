@@ -12,19 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from envgrad import GRPOConfig, GRPOTrainer
-from envgrad.attention import AttentionCall, use_envgrad_attention
+from envgrad.attention import AttentionCall
 from envgrad.config import rollout as config_module
 from envgrad.errors import ConfigurationError
 from envgrad.flex_rows import BLOCK, FlexRow, block_mask, compiled_attention, flex_fault, visible_spans
 from envgrad.layout import FlexLayout, PackedLayout
 from envgrad.logprobs import install_policy_forward, policy_logprobs
-from envgrad.packing import MicroBatch, pack
 from envgrad.training import setup
-from envgrad.types import TrainingSample
 from helpers.models import Letters, config, flat, tiny_llama, tokenizer_of
+from helpers.row_models import COMMON, assert_equal, learned, model_of, rows
 
 Families = list[tuple[int, list[int]]]
 families = st.lists(
@@ -162,53 +161,19 @@ def test_rows_of_every_length_are_traced_once_with_their_gradients(backward: Non
     assert counts[0] == counts[-1]
 
 
-COMMON = {
-    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-}  # fmt: skip
-
-
-def siblings() -> MicroBatch:
-    """Two behind a prompt of 20 tokens; 9 of 24 and 1 of 5 own tokens are trained."""
-    samples = []
-    for own, trained in ((24, {0, 1, 2, 9, 10, 11, 20, 21, 22}), (5, {2})):
-        ids = (*range(20), *((7 * place + own) % 50 for place in range(own)))
-        mask = (0,) * 20 + tuple(int(place in trained) for place in range(own))
-        samples.append(
-            TrainingSample(
-                token_ids=ids, mask=mask, logprobs=(0.0,) * len(ids), versions=(0,) * len(ids),
-                advantages=tuple(map(float, mask)), prompt_length=20, group="g",
-            )
-        )  # fmt: skip
-    return pack(samples, [1.0, 1.0]).micro_batches[0]
-
-
-def learned(model: PreTrainedModel, batch: MicroBatch) -> list[Tensor]:
-    logprobs = policy_logprobs(model, batch).logprobs
-    (logprobs * torch.arange(1.0, len(logprobs) + 1)).sum().backward()
-    found = [logprobs.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)]
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize(
     "kind", [LlamaConfig(**COMMON), MistralConfig(**COMMON, sliding_window=7)], ids=["llama", "mistral"]
 )
 def test_a_policy_learns_the_same(kind: PretrainedConfig, backward: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envgrad.layout.BLOCK", 0)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind)
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    use_envgrad_attention(model)
-    forward, batch = install_policy_forward(model), siblings()
+    model, batch = model_of(kind), rows()
+    forward = install_policy_forward(model)
     expected = learned(model, batch)
     forward.packed_attention = "flex"
     used: list[FlexRow] = []
     attend = FlexRow.attend
     monkeypatch.setattr(FlexRow, "attend", lambda self, *rest, **more: used.append(self) or attend(self, *rest, **more))
-    for ours, theirs in zip(learned(model, batch), expected, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max().clamp(min=1e-3)
+    assert_equal(learned(model, batch), expected)
     assert len(used) == 2 and used[0] is used[1]  # both layers, one set of masks
     with torch.no_grad():
         policy_logprobs(copy.deepcopy(model), batch)  # what references and teachers are

@@ -1,7 +1,7 @@
-"""What a decoder layer does between its matrix products, on the CPU in float32: one kernel call forward and one backward
-each (``kernels/layers.cpp``), which also keep less for the backward than torch's operations would.
+"""What a decoder layer does between its matrix products, on the CPU: a kernel call forward and one backward each.
 
-Tensors are ``(..., width)`` with their rows side by side. Where ``can_compute`` says no, torch's operations do the work.
+They (``kernels/layers.cpp``) keep less for the backward than torch's operations would. Tensors are ``(..., width)``;
+``native.memory.can_compute`` says which they compute with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from envgrad.native.compiler import library
-from envgrad.native.memory import can_compute, floats
+from envgrad.native.memory import floats
 
 SHARE = 1 << 18
 """numbers for which another thread is worth its start, about a tenth of a millisecond's work"""
@@ -72,7 +72,7 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) ->
 
     Example:
         >>> x = torch.tensor([[3.0, 4.0]])
-        >>> if can_compute(x):
+        >>> if library() is not None:
         ...     total, normed = add_norm(x, x, torch.ones(2), 0.0)
         ...     assert torch.allclose(normed, torch.tensor([[6.0, 8.0]]) / 50**0.5)
     """
@@ -85,7 +85,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
     Example:
         >>> one = torch.ones(2)
-        >>> not can_compute(one) or torch.allclose(gated(one, 2 * one), 2 * torch.nn.functional.silu(one))
+        >>> library() is None or torch.allclose(gated(one, 2 * one), 2 * torch.nn.functional.silu(one))
         True
     """
     hidden: Tensor = _GatedUp.apply(gate, up)  # type: ignore[no-untyped-call]
@@ -102,8 +102,7 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
     Example:
         >>> one = torch.ones(2)
-        >>> found = gated_linear(one, one, torch.eye(2)) if can_compute(one) else gated
-        >>> not can_compute(one) or torch.equal(found, gated(one, one))
+        >>> library() is None or torch.equal(gated_linear(one, one, torch.eye(2)), gated(one, one))
         True
     """
     output: Tensor = _GatedLinear.apply(gate, up, weight)  # type: ignore[no-untyped-call]
@@ -121,8 +120,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, size: int) -> Tensor:
 
     Example:
         >>> x, angle = torch.tensor([[1.0, 0.0]]), torch.full((1, 2), 0.5)
-        >>> found = rotate(x, angle.cos(), angle.sin(), 2) if can_compute(x) else x
-        >>> not can_compute(x) or torch.allclose(found, torch.tensor([[0.8776, 0.4794]]), atol=1e-4)
+        >>> turned = torch.tensor([[0.8776, 0.4794]])
+        >>> library() is None or torch.allclose(rotate(x, angle.cos(), angle.sin(), 2), turned, atol=1e-4)
         True
     """
     turned: Tensor = _Rotate.apply(x, cosine, sine, size)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Memory that kernels write to, and what has been freed given back to the system."""
+"""Memory that kernels read and write, and what has been freed given back to the system."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from envgrad.attention import AttentionCall
 from envgrad.layout import PackedLayout
-from envgrad.native import packed_attention
+from envgrad.native import memory, packed_attention
 from envgrad.native.compiler import library
 from envgrad.native.packed_attention import AttentionPlan, can_attend, native_attention
 from envgrad.split_attention import Pieces, split_attention
@@ -217,7 +217,7 @@ def test_a_plan_of_another_row_is_refused() -> None:
 def test_without_kernels_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     families: Families = [(20, [30, 11])]
     row = random_row(families, 4, 2, 16)
-    monkeypatch.setattr(packed_attention, "library", lambda: None)
+    monkeypatch.setattr(memory, "library", lambda: None)
     assert not can_attend(*row[:3])
     layout, wanted = PackedLayout.build(families), torch.tensor([3, 30, 60])
     for one, rows in ((layout, torch.arange(61)), (layout.of_queries(wanted), wanted)):

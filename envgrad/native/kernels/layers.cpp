@@ -157,7 +157,8 @@ struct Gated {
     int32_t threads;
 };
 
-INLINE vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
+// vexp goes no further than 88.
+INLINE vf sigmoid(vf x) { return x < splat(-88.0f) ? splat(0.0f) : splat(1.0f) / (splat(1.0f) + vexp(-x)); }
 
 static void gated_part(const Gated *gated, long begin, long end) {
     const float *gate = gated->gate + begin, *up = gated->up + begin;

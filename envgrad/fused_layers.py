@@ -45,8 +45,11 @@ class FusedLayer(LastLayer):
         layer: Any = self.layer
         if layer.training and (layer.self_attn.attention_dropout or getattr(layer, "gradient_checkpointing", False)):
             return False
-        replaced = any(_is_changed(getattr(layer, part)) for part in PARTS_WITH_KERNELS)
-        return x.shape[0] == 1 and not replaced and can_compute(x) and not torch.is_autocast_enabled("cpu")
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [one for one in head_norms(layer) if one is not None]
+        if x.shape[0] != 1 or any(_is_changed(part) for part in (layer.self_attn, layer.mlp, *norms)):
+            return False
+        return can_compute(x, *(one.weight for one in norms)) and not torch.is_autocast_enabled("cpu")
 
     def _fused(self, x: Tensor, row: Any, angles: tuple[Tensor, Tensor]) -> Tensor:
         layer: Any = self.layer
@@ -72,17 +75,16 @@ class FusedLayer(LastLayer):
         size = attention.head_dim
         turned = []
         for part in ("q", "k"):
-            x, norm = getattr(attention, f"{part}_proj")(normed), getattr(attention, f"{part}_norm", None)
+            product, norm = getattr(attention, f"{part}_proj"), getattr(attention, f"{part}_norm", None)
+            x = product(normed)
             if norm is not None:
-                heads = x.unflatten(-1, (-1, size))
-                x = add_norm(heads, None, norm.weight, norm.variance_epsilon)[1].flatten(-2)
+                x = add_norm(x.unflatten(-1, (-1, size)), None, norm.weight, norm.variance_epsilon)[1].flatten(-2)
+            elif type(product) is not nn.Linear or _is_changed(product):  # others may have seen it
+                x = x.clone()
             turned.append(rotate(x, *angles, size))
         parts = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (*turned, attention.v_proj(normed)))
         call = AttentionCall(layer=int(attention.layer_idx), scaling=attention.scaling, dropout=0.0, window=None)
         return row.attend(call, *parts).flatten(-2)
-
-
-PARTS_WITH_KERNELS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
 def _is_changed(module: nn.Module) -> bool:

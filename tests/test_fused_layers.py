@@ -119,12 +119,19 @@ def test_a_hook_of_a_product_is_called(calls: list[FusedLayer]) -> None:
     install_policy_forward(model)
     expected = learned(model, batch)
     seen: list[str] = []
+    kept: list[Tensor] = []
     for name, module in model.model.layers[0].named_modules():
         if name.endswith("_proj"):
-            module.register_forward_hook(lambda *_, name=name: seen.append(name))
+            module.register_forward_hook(lambda *call, name=name: seen.append(name) or kept.append(call[2]))
+            module.register_full_backward_hook(lambda *_: None)
     calls.clear()
     assert_equal(learned(model, batch), expected)
-    assert len(calls) == 2 and sorted(seen) == sorted(
+    remove_fused_layers(model)
+    ours = [one.detach() for one in kept]
+    kept.clear()
+    model(policy=PolicyInputs(batch, temperature=1.0, entropy="none"))
+    assert_equal(ours, [one.detach() for one in kept])  # what they have seen is not written to
+    assert len(calls) == 2 and sorted(seen[: len(ours)]) == sorted(
         [*(f"self_attn.{one}_proj" for one in "qkvo"), *(f"mlp.{one}_proj" for one in ("gate", "up", "down"))]
     )
 
@@ -137,6 +144,9 @@ def test_other_precisions_and_other_calls_are_the_models(calls: list[FusedLayer]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         learned(model, batch)
     model(input_ids=torch.tensor([[1, 2, 3]]))
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.bfloat16()
+    model(policy=PolicyInputs(batch, temperature=1.0, entropy="none"))
     model.double()
     learned(model, batch)
     assert not calls

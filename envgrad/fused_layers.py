@@ -1,12 +1,13 @@
 """Decoder layers of packed rows on a CPU, with kernels for what lies between their matrix products.
 
-A layer's own modules compute its products, adapters and hooks included; norms, rotations and gated activations are
-calls of ``native.layers``, which take less time and keep less for the backward than torch's operations. Only rows of
-ours in float32 go this way: any other call of the layer is as before.
+A layer's own linear layers compute its products, adapters included; norms, rotations and gated activations are calls of
+``native.layers``, which take less time and keep less for the backward than torch's operations. Only rows of ours in
+float32 go this way, through layers that nobody has changed or hooked: any other call is as before.
 """
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,10 +16,20 @@ from transformers import PreTrainedModel
 
 from envgrad.attention import AttentionCall, AttentionLayout
 from envgrad.last_layer import LastLayer, Predicting
+from envgrad.layout import PackedLayout
 from envgrad.native.compiler import library
 from envgrad.native.layers import add_norm, gated, gated_linear, rotate
 from envgrad.native.memory import can_compute
-from envgrad.sampling.decoder_shape import DecoderShape, OtherShape, epsilon_of, head_norms, tensor
+from envgrad.sampling.decoder_shape import (
+    DecoderShape,
+    OtherShape,
+    child,
+    epsilon_of,
+    head_norms,
+    projections,
+    tensor,
+)
+from envgrad.sampling.projections import Projection
 
 _GATES = ("SiLUActivation", "SiLU")
 
@@ -33,23 +44,34 @@ class FusedLayer(LastLayer):
         super().__init__(layer)
         self.before = before
         """what it replaces; it is the last layer's, which may return predicting tokens only"""
+        self.parts = _inner(layer)
+        """of the layer as it was found; what somebody has replaced or wrapped since is called as it stands"""
+        self.has_run = False
+        """whether a row has gone by kernels"""
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         row, angles = kwargs.get("attention_layout"), kwargs.get("position_embeddings")
-        if row is not None and angles is not None and not args and self._fits(hidden_states):
+        packed = isinstance(row, PackedLayout | Predicting)
+        if packed and angles is not None and not args and self._fits(hidden_states, angles):
+            self.has_run = True
             return self._fused(hidden_states, row, angles)
         output: Tensor = (self._plain() if self.before is None else self.before)(hidden_states, *args, **kwargs)
         return output
 
-    def _fits(self, x: Tensor) -> bool:
+    def _fits(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> bool:
         layer: Any = self.layer
-        if layer.training and (layer.self_attn.attention_dropout or getattr(layer, "gradient_checkpointing", False)):
+        attention = layer.self_attn
+        if layer.training and (attention.attention_dropout or getattr(layer, "gradient_checkpointing", False)):
+            return False
+        found = _inner(layer)
+        same = len(found) == len(self.parts) and all(map(is_, found, self.parts))
+        if not same or any(_is_changed(part) for part in found):
             return False
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [one for one in head_norms(layer) if one is not None]
-        if x.shape[0] != 1 or any(_is_changed(part) for part in (layer.self_attn, layer.mlp, *norms)):
-            return False
-        return can_compute(x, *(one.weight for one in norms)) and not torch.is_autocast_enabled("cpu")
+        turns = all(angle.shape == (1, x.shape[1], attention.head_dim) for angle in angles)
+        plain = can_compute(x, *angles, *(one.weight for one in norms), *(_weight(one) for one in projections(layer)))
+        return x.shape[0] == 1 and turns and plain and not torch.is_autocast_enabled("cpu")
 
     def _fused(self, x: Tensor, row: Any, angles: tuple[Tensor, Tensor]) -> Tensor:
         layer: Any = self.layer
@@ -64,7 +86,7 @@ class FusedLayer(LastLayer):
         x, normed = add_norm(x, layer.self_attn.o_proj(attended), between.weight, between.variance_epsilon)
         mlp = layer.mlp
         gate, up, down = mlp.gate_proj(normed), mlp.up_proj(normed), mlp.down_proj
-        if down.bias is None and type(down) is nn.Linear and not _is_changed(down):
+        if down.bias is None and type(down) is nn.Linear:
             return x + gated_linear(gate, up, down.weight)
         output: Tensor = x + down(gated(gate, up))
         return output
@@ -75,16 +97,22 @@ class FusedLayer(LastLayer):
         size = attention.head_dim
         turned = []
         for part in ("q", "k"):
-            product, norm = getattr(attention, f"{part}_proj"), getattr(attention, f"{part}_norm", None)
-            x = product(normed)
+            x, norm = getattr(attention, f"{part}_proj")(normed), getattr(attention, f"{part}_norm", None)
             if norm is not None:
                 x = add_norm(x.unflatten(-1, (-1, size)), None, norm.weight, norm.variance_epsilon)[1].flatten(-2)
-            elif type(product) is not nn.Linear or _is_changed(product):  # others may have seen it
-                x = x.clone()
             turned.append(rotate(x, *angles, size))
         parts = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (*turned, attention.v_proj(normed)))
         call = AttentionCall(layer=int(attention.layer_idx), scaling=attention.scaling, dropout=0.0, window=None)
         return row.attend(call, *parts).flatten(-2)
+
+
+def _inner(layer: nn.Module) -> list[nn.Module]:
+    """All modules below ``layer``."""
+    return list(layer.modules())[1:]
+
+
+def _weight(projection: Projection) -> Tensor:
+    return projection.base.weight
 
 
 def _is_changed(module: nn.Module) -> bool:
@@ -98,21 +126,22 @@ def _is_changed(module: nn.Module) -> bool:
     )
 
 
-def install_fused_layers(model: PreTrainedModel) -> bool:
-    """Put a ``FusedLayer`` into every layer of ``model``, if it is a Llama-like decoder; whether it is."""
+def install_fused_layers(model: PreTrainedModel) -> list[FusedLayer]:
+    """Put a ``FusedLayer`` into every layer of ``model``, if it is a Llama-like decoder; returns them."""
     if library() is None:
-        return False
+        return []
     try:
         layers = DecoderShape.of(model).layers
         for layer in layers:
             _check(layer)
     except OtherShape:
-        return False
+        return []
+    found = []
     for layer in layers:
         before = vars(layer).get("forward")
-        if not isinstance(before, FusedLayer):
-            layer.forward = FusedLayer(layer, before)
-    return True
+        found.append(before if isinstance(before, FusedLayer) else FusedLayer(layer, before))
+        layer.forward = found[-1]
+    return found
 
 
 def _check(layer: nn.Module) -> None:
@@ -120,12 +149,14 @@ def _check(layer: nn.Module) -> None:
     Raises:
         OtherShape: the layer computes something else, or somebody has replaced its forward.
     """
-    before, found = vars(layer).get("forward"), dict(layer.named_modules())
+    before, attention = vars(layer).get("forward"), child(layer, "self_attn")
     if before is not None and not isinstance(before, LastLayer):
         raise OtherShape
-    if type(found["mlp.act_fn"]).__name__ not in _GATES or not hasattr(found["self_attn"], "attention_dropout"):
+    if type(child(child(layer, "mlp"), "act_fn")).__name__ not in _GATES:
         raise OtherShape
-    for norm in (found["input_layernorm"], found["post_attention_layernorm"], *head_norms(layer)):
+    if not {"attention_dropout", "scaling", "layer_idx"} <= set(vars(attention)):
+        raise OtherShape
+    for norm in (child(layer, "input_layernorm"), child(layer, "post_attention_layernorm"), *head_norms(layer)):
         if norm is not None:
             epsilon_of(norm)
             tensor(norm, "weight")

@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    Glm4MoeConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+)
 
 from envgrad import fused_layers
 from envgrad.fused_layers import FusedLayer, install_fused_layers, remove_fused_layers
@@ -96,44 +108,60 @@ def with_a_hook(model: Any) -> None:
     model.model.layers[1].input_layernorm.register_full_backward_hook(lambda *_: None)
 
 
+def with_a_hook_at_a_product(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda module, args, output: output.double().float())
+
+
+def with_parts_wrapped(model: Any) -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__("inner") if name == "inner" else getattr(super().__getattr__("inner"), name)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    model.model.layers[0].mlp = Wrapped(model.model.layers[0].mlp)
+    model.model.layers[1].mlp.act_fn = torch.nn.SiLU()
+
+
+def with_angles_in_half_precision(model: Any) -> None:
+    inner = model.model.rotary_emb.forward
+
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        return tuple(angle.half() for angle in inner(*args, **kwargs))
+
+    model.model.rotary_emb.forward = rounded
+
+
 def with_another_forward(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.forward = layer.self_attn.forward
 
 
 @needs_kernels
-@pytest.mark.parametrize("change", [with_dropout, with_a_hook, with_another_forward], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_dropout, with_a_hook, with_a_hook_at_a_product, with_another_forward, with_parts_wrapped,
+        with_angles_in_half_precision,
+    ],
+    ids=lambda one: one.__name__,
+)  # fmt: skip
 def test_layers_that_do_more_are_computed_by_the_model(change: Callable[[Any], None], calls: list[FusedLayer]) -> None:
     model, batch = model_of(LlamaConfig(**COMMON)), rows()
     install_policy_forward(model)
     expected = learned(model, batch)
     change(model)
     calls.clear()
-    assert_equal(learned(model, batch), expected)
+    tolerance = 1e-2 if change is with_angles_in_half_precision else 1e-5
+    for one, other in zip(learned(model, batch), expected, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-3)
     assert not calls
-
-
-@needs_kernels
-def test_a_hook_of_a_product_is_called(calls: list[FusedLayer]) -> None:
-    model, batch = model_of(LlamaConfig(**COMMON)), rows()
-    install_policy_forward(model)
-    expected = learned(model, batch)
-    seen: list[str] = []
-    kept: list[Tensor] = []
-    for name, module in model.model.layers[0].named_modules():
-        if name.endswith("_proj"):
-            module.register_forward_hook(lambda *call, name=name: seen.append(name) or kept.append(call[2]))
-            module.register_full_backward_hook(lambda *_: None)
-    calls.clear()
-    assert_equal(learned(model, batch), expected)
-    remove_fused_layers(model)
-    ours = [one.detach() for one in kept]
-    kept.clear()
-    model(policy=PolicyInputs(batch, temperature=1.0, entropy="none"))
-    assert_equal(ours, [one.detach() for one in kept])  # what they have seen is not written to
-    assert len(calls) == 2 and sorted(seen[: len(ours)]) == sorted(
-        [*(f"self_attn.{one}_proj" for one in "qkvo"), *(f"mlp.{one}_proj" for one in ("gate", "up", "down"))]
-    )
 
 
 @needs_kernels
@@ -193,6 +221,46 @@ def test_copies_have_layers_of_their_own_and_uninstall_takes_them_out() -> None:
 def test_other_activations_are_left_alone(change: dict[str, Any]) -> None:
     model = model_of(LlamaConfig(**COMMON, **change))
     assert not install_fused_layers(model)
+
+
+MORE = {
+    "multiplies what is added": GraniteConfig(**COMMON, residual_multiplier=0.5),
+    "drops in training": SeedOssConfig(**COMMON, residual_dropout=0.1),
+    "scales late queries": Ministral3Config(**COMMON, sliding_window=None),
+    "turns some layers only": SmolLM3Config(**COMMON, no_rope_layers=[0, 1], pad_token_id=0),
+    "turns half of a head": Glm4MoeConfig(**COMMON, first_k_dense_replace=2, partial_rotary_factor=0.5),
+}
+
+
+@pytest.mark.parametrize("config", MORE.values(), ids=MORE.keys())
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_layers_that_compute_more_are_left_alone(config: PretrainedConfig, kind: torch.dtype) -> None:
+    """Also where the row that would show it is computed in another precision."""
+    model = model_of(config).to(kind)
+    install_policy_forward(model)
+    assert not any(isinstance(vars(layer).get("forward"), FusedLayer) for layer in model.model.layers)
+
+
+@needs_kernels
+def test_layers_whose_kernels_have_not_been_compared_are_left_alone() -> None:
+    model = model_of(LlamaConfig(**COMMON)).to(torch.bfloat16)
+    install_policy_forward(model)
+    assert not any(isinstance(vars(layer).get("forward"), FusedLayer) for layer in model.model.layers)
+
+
+@needs_kernels
+def test_a_model_that_fails_in_its_own_way_is_installed_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(LlamaConfig(**COMMON))
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_layout") is not None:
+            raise AttributeError("no such thing")
+        return plain(self, *args, **kwargs)
+
+    plain = type(model.model.layers[0]).forward
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", broken)
+    assert not install_policy_forward(model).chooses_rows
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
 
 
 def test_without_kernels_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The modules of a Llama-like decoder, found by what they are: for forwards of our own over copies of its weights.
 
-Which models have this shape is read from their modules; whether a forward gives their numbers is found by comparing
-(``compatibility``).
+Which models have this shape is read from their modules and code (``known_forwards``); whether a forward gives their
+numbers is found by comparing (``compatibility``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from envgrad.sampling.known_forwards import is_known_layer
 from envgrad.sampling.limits import text_config
 from envgrad.sampling.projections import Projection
 
@@ -103,15 +104,17 @@ class DecoderShape:
         if any(isinstance(getattr(one, "sliding_window", None), int) for one in (config, *_attentions(layers))):
             raise OtherShape
         first = _attentions(layers)[0]
-        size = first.__dict__.get("head_dim")
-        if not isinstance(size, int) or size % 2:
+        size, positions = first.__dict__.get("head_dim"), getattr(config, "max_position_embeddings", None)
+        if not isinstance(size, int) or size % 2 or not isinstance(positions, int):
+            raise OtherShape
+        if not all(is_known_layer(layer) for layer in layers):
             raise OtherShape
         query, key = linear(first, "q_proj").base, linear(first, "k_proj").base
         shape = cls(
             body=body, layers=layers, head=head, rotary=rotary, size=size,
             heads=query.out_features // size, kv_heads=key.out_features // size,
             mlp=linear(child(layers[0], "mlp"), "gate_proj").base.out_features,
-            positions=int(config.max_position_embeddings),
+            positions=positions,
             modules=tuple(model.modules()), parameters=tuple(model.parameters()),
         )  # fmt: skip
         used = {id(one) for layer in layers for one in _weights_of(layer)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
 
 import torch
@@ -94,6 +94,10 @@ class TrainingThreads:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for those that compute at this moment, and end them; what waits is not computed."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._pool = None
@@ -101,7 +105,7 @@ class TrainingThreads:
     def of(self, cores: int) -> ThreadPoolExecutor:
         """``cores`` of them."""
         if self._pool is None or self._cores != cores:
-            self.__exit__()
+            self.close()
             self._pool = ThreadPoolExecutor(cores, thread_name_prefix="envgrad-training", initializer=compute_alone)
             self._cores = cores
         return self._pool
@@ -117,7 +121,7 @@ def passes_side_by_side(
     """Each micro-batch's loss, in order; when it is yielded, its gradient has been added to ``trained``'s.
 
     An error of one is raised in its place. Whoever leaves early waits for those that compute at that moment; no more is
-    added.
+    added, and ``threads`` are closed.
 
     Args:
         micro_batches: On the model's device.
@@ -133,6 +137,7 @@ def passes_side_by_side(
 
     pool, waiting = threads.of(cores), iter(micro_batches)
     running: deque[Future[tuple[LossOutputs, tuple[Tensor | None, ...]]]] = deque()
+    done = False
     try:
         for micro_batch in waiting:
             running.append(pool.submit(compute, micro_batch))
@@ -145,8 +150,10 @@ def passes_side_by_side(
                 running.append(pool.submit(compute, following))
             _add(gradients, trained)
             yield outputs
+        done = True
     finally:
-        wait([one for one in running if not one.cancel()])
+        if not done:
+            threads.close()
 
 
 def _add(gradients: Sequence[Tensor | None], trained: Sequence[nn.Parameter]) -> None:

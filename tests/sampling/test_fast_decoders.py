@@ -10,7 +10,7 @@ import torch
 from decoder_kit import MODELS, SHAPE, both, decoder_for, model_of
 from sampling_kit import ask, build, make_local, plain_logprobs, prompt, run, seeded, session
 from torch import Tensor, nn
-from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import HeliumConfig, HeliumForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from envgrad.sampling import fused, native_decoder
 from envgrad.sampling.compatibility import cached_forward_fault, fast_decoder
@@ -36,7 +36,7 @@ def test_logits_equal_the_model_s_own_far_into_a_row(name: str, kind: str) -> No
 
 def test_a_model_of_this_shape_that_computes_something_else_is_found_by_its_numbers(kind: str) -> None:
     torch.manual_seed(0)
-    model = GraniteForCausalLM(GraniteConfig(**SHAPE, residual_multiplier=0.5, logits_scaling=2.0)).eval()
+    model = HeliumForCausalLM(HeliumConfig(**SHAPE, head_dim=8)).eval()  # turns neighbours in a head, not its halves
     assert cached_forward_fault(model) is None
     assert (NativeDecoder if kind == "native" else FusedDecoder).of(model) is not None
     assert fast_decoder(model) is None

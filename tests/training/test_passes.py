@@ -149,6 +149,7 @@ def test_leaving_early_adds_no_more_and_computes_no_more(two_threads):
         with contextlib.closing(passes_side_by_side(halves, forward, [weight], pool, 2)) as passes:
             next(passes)
         computed = len(calls)
+        assert not threads()
         assert weight.grad is not None and weight.grad.tolist() == [1.0] and computed <= 5
     assert len(calls) == computed and not threads()
 

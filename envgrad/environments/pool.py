@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -14,6 +14,7 @@ from envgrad.environments.closing import Closer
 from envgrad.environments.instances import Birth, ask_member
 from envgrad.environments.results import plain_state
 from envgrad.environments.spec import Elsewhere, EnvironmentSpec
+from envgrad.environments.start import fork_instance
 from envgrad.errors import ConfigurationError, EnvironmentContractError, EnvironmentFailure
 
 _STATE_FAILURES = 3
@@ -249,17 +250,14 @@ class InstancePool:
                 self._busy -= 1
                 self._wake()
 
-    def adopt(self, instance: object) -> None:
-        """Take in an instance that was made outside (a fork): it is out now, counts to the limit, and gets closed.
+    async def fork(self, instance: object, *, timeout: float | None) -> object:
+        """A fork of ``instance``, which is out now, counts to the limit, and gets closed, even if it comes too late.
 
         Raises:
-            EnvironmentFailure: the pool is closed (then the instance is closed too).
-            EnvironmentContractError: it is one of this pool's instances already.
+            EnvironmentFailure: ``fork()`` raised or took longer than ``timeout`` seconds, or the pool is closed.
+            EnvironmentContractError: ``fork()`` is async, or gave an instance of this pool.
         """
-        self._admit(instance, "fork() returned")
-        if self._closed:
-            self._close_late(instance, wait=0.0)
-        self._check_open()
+        return await self._born(f"{self.spec.label}: fork()", partial(fork_instance, instance), timeout)
 
     async def close(self) -> None:
         """Close every instance once, in parallel, those that are out too. Waits for all; again is harmless."""
@@ -298,30 +296,35 @@ class InstancePool:
         return task.result() if end == "built" else None
 
     async def _construct(self) -> object:
-        birth = Birth()
-        where, build = f"{self.spec.label}'s factory", partial(self._give_birth, birth)
         try:
-            outcome = await call_user(where, build, workers=self._workers, timeout=self._build_timeout)
+            instance = await self._born(f"{self.spec.label}: the factory", self.spec.factory, self._build_timeout)
         finally:
             self._busy -= 1
             self._wake()
+        if self._kept:
+            await self._load_newborn(instance)
+        return instance
+
+    async def _born(self, what: str, make: Callable[[], object], timeout: float | None) -> object:
+        birth, born = Birth(), False
+        try:
+            build = partial(self._give_birth, birth, make, what)
+            outcome = await call_user(what, build, workers=self._workers, timeout=timeout)
+            born = isinstance(outcome, Ok)
+        finally:
+            if not born and (newborn := birth.give_up()) is not None:
+                self._close_late(newborn, wait=0.0)
+                self._wake()
         match outcome:
             case Ok(value=instance):
                 self._check_open()
-                if self._kept:
-                    await self._load_newborn(instance)
                 return instance
             case Raised(error=EnvironmentContractError() as error):
                 raise error
             case Raised(error=error):
-                raise EnvironmentFailure(
-                    f"{self.spec.label}: the factory raised {type(error).__name__}: {error}"
-                ) from error
+                raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
             case TimedOut(seconds=seconds):
-                if (newborn := birth.give_up()) is not None:
-                    self._close_late(newborn, wait=0.0)
-                    self._wake()
-                raise EnvironmentFailure(f"{self.spec.label}: the factory did not return in {seconds:.1f} s")
+                raise EnvironmentFailure(f"{what} did not return in {seconds:.1f} s")
 
     async def _load_newborn(self, instance: object) -> None:
         try:
@@ -330,10 +333,10 @@ class InstancePool:
             await self.discard(instance)
             raise
 
-    def _give_birth(self, birth: Birth) -> object:
+    def _give_birth(self, birth: Birth, make: Callable[[], object], what: str) -> object:
         """Build and admit in one go, in the worker's thread: from its first moment on, the instance is to be closed."""
-        instance = self.spec.factory()
-        if birth.take_in(instance, partial(self._admit, instance, "the factory returned")):
+        instance = make()
+        if birth.take_in(instance, partial(self._admit, instance, what)):
             if self._closed:
                 self._close_late(instance, wait=self._closer.timeout)
         elif id(instance) not in self._live:
@@ -349,11 +352,11 @@ class InstancePool:
         if not task.cancelled() and task.exception() is None:
             self.release(task.result())
 
-    def _admit(self, instance: object, source: str) -> None:
+    def _admit(self, instance: object, what: str) -> None:
         if id(instance) in self._live:
             raise EnvironmentContractError(
-                f"{self.spec.label}: {source} the same instance twice: episodes run side by side, so it must build a "
-                "new one each time."
+                f"{what} returned the same instance twice: episodes run side by side, so it must build a new one each "
+                "time."
             )
         self._state[id(instance)] = "out"
         self._live[id(instance)] = instance

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -181,6 +181,7 @@ class GroupRun:
 
     async def _start_fresh(self, sibling: _Sibling) -> None:
         """Reset an instance of the pool for ``sibling``; a failure is kept on it."""
+        sibling.parts = PartRecord()  # what was asked in a start that failed is not played
         try:
             with self.context.activity.during("reset"), self._policy(sibling, "reset"):
                 sibling.begin, sibling.failure = await self.starter.fresh(), None
@@ -193,20 +194,29 @@ class GroupRun:
         for left in reversed(range(self.policy.max_episode_retries + 1)):
             if first.begin is None:  # its fork failed: it may be dead
                 await self._start_fresh(first)
-            if first.begin is None:
-                raise first.failure or AssertionError("a start that neither succeeded nor failed")
-            try:
-                with self.context.activity.during("reset"):
-                    self.starter.pristine = await self.starter.fork(first.begin)
-                    self.start = state_text(first.begin.instance)
+            if first.begin is not None and await self._fork_pristine(first, first.begin):
                 break
-            except EpisodeFailure as failure:
-                if not left:
-                    raise
-                self.faults[failure.kind] += 1
-                await self._release(first, usable=False)
+            if not left:
+                raise first.failure or AssertionError("a start that neither succeeded nor failed")
+            await self._release(first, usable=False)
         for sibling in self.siblings[1:]:
             await self._start_forked(sibling)
+            if sibling.begin is None and first.begin is not None:  # what it is forked from may be dead
+                await self.starter.end_pristine()
+                if not await self._fork_pristine(first, first.begin):
+                    raise first.failure or AssertionError("a fork that neither succeeded nor failed")
+                await self._start_forked(sibling)
+
+    async def _fork_pristine(self, first: _Sibling, begin: EpisodeStart) -> bool:
+        try:
+            with self.context.activity.during("reset"):
+                self.starter.pristine = await self.starter.fork(begin)
+        except EpisodeFailure as failure:
+            self.faults[failure.kind] += 1
+            first.failure = failure
+            return False
+        self.start = state_text(begin.instance)
+        return True
 
     async def _start_forked(self, sibling: _Sibling) -> None:
         if self.starter.pristine is None:
@@ -219,31 +229,47 @@ class GroupRun:
             sibling.failure = failure
 
     async def _start_again(self, sibling: _Sibling) -> None:
-        await (self._start_forked(sibling) if self.starter.pristine is not None else self._start_fresh(sibling))
+        if self.starter.pristine is not None:
+            await self._start_forked(sibling)
+            return
+        await self._start_fresh(sibling)
+        if self.start is not None and sibling.begin is not None:  # a group of one, whose environment draws its tasks
+            self.start = state_text(sibling.begin.instance)
+
+    async def _start_untold(self, sibling: _Sibling, failure: EpisodeFailure, tries: int) -> None:
+        """Start a sibling again whose state could not be told in so many tries, or give it up."""
+        self.faults[failure.kind] += 1
+        await self._release(sibling, usable=False)
+        if tries <= self.policy.max_episode_retries:
+            await self._start_again(sibling)
+        else:
+            sibling.failure, sibling.attempts = failure, self.policy.max_episode_retries
 
     async def _compare(self) -> None:
         """Compare the starts; a sibling whose state cannot be told starts again, as often as it may be retried.
 
         Raises:
-            EpisodeFailure: some sibling's cannot be told even then.
             EnvironmentContractError: they differ, and must not.
         """
-        for left in reversed(range(self.policy.max_episode_retries + 1)):
+        told: dict[int, object] = {}
+        tries: Counter[int] = Counter()
+        while True:
             begun = [(sibling, sibling.begin) for sibling in self.siblings if sibling.begin is not None]
-            if len(begun) < 2:
-                return
-            states = await start_states(self.context, [begin for _, begin in begun])
-            untold = [(one, state) for (one, _), state in zip(begun, states, strict=True) if not isinstance(state, Ok)]
-            if not untold:
-                told = [state.value for state in states if isinstance(state, Ok)]
-                self.mismatch = find_mismatch(self.context, [begin for _, begin in begun], told)
+            asked = [(sibling, begin) for sibling, begin in begun if sibling.number not in told]
+            if len(begun) < 2 or not asked:
                 break
-            if not left:
-                raise untold[0][1]
-            for sibling, failure in untold:
-                self.faults[failure.kind] += 1
-                await self._release(sibling, usable=False)
-                await self._start_again(sibling)
+            states = await start_states(self.context, [begin for _, begin in asked])
+            untold = []
+            for (sibling, _), state in zip(asked, states, strict=True):
+                if isinstance(state, Ok):
+                    told[sibling.number] = state.value
+                else:
+                    tries[sibling.number] += 1
+                    untold.append(self._start_untold(sibling, state, tries[sibling.number]))
+            for one in untold:  # one after another, as one instance may be forked for all
+                await one
+        starts = {one.number: begin for one, begin in begun if one.number in told}
+        self.mismatch = find_mismatch(self.context, list(starts.values()), [told[number] for number in starts])
         if self.mismatch is not None and self.policy.group_consistency == "require":
             raise EnvironmentContractError(
                 f"siblings of one group of {self.context.spec.name} start differently: {self.mismatch}; let reset take "
@@ -309,9 +335,7 @@ class GroupRun:
                     sibling.episode = _with_group_reward(sibling.episode, reward, unscorable=spec.has_get_reward)
                     check_played(sibling.episode)
         except EpisodeFailure as failure:
-            self._count(failure, f"group {self.task.key}")
-            for sibling in scored:
-                sibling.episode, sibling.failure = None, failure
+            self._lose(scored, failure)
             return
 
     async def _score_with_sources(self) -> None:
@@ -332,13 +356,19 @@ class GroupRun:
         try:
             result = await score_group(batch, context.reward_sources, context.reward_weights)
         except EpisodeFailure as failure:
-            self._count(failure, f"group {self.task.key}")
-            for sibling in scored:
-                sibling.episode, sibling.failure = None, failure
+            self._lose(scored, failure)
             return
         self.metrics = result.metrics
         for sibling, episode in zip(scored, result.episodes, strict=True):
             sibling.episode = episode
+
+    def _lose(self, scored: Sequence[_Sibling], failure: EpisodeFailure) -> None:
+        """What scores the siblings together failed. Their instances may be at fault, or still be read."""
+        self._count(failure, f"group {self.task.key}")
+        for sibling in scored:
+            sibling.episode, sibling.failure = None, failure
+            if sibling.begin is not None:
+                sibling.begin.usable = False
 
     def _count(self, failure: EpisodeFailure, where: str) -> None:
         """

@@ -6,6 +6,7 @@ Consumes a task; produces ``EpisodeStart``s, and the first difference between th
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from envgrad.environments.boundary import Ok, Outcome, Raised, call_user, guard
 from envgrad.environments.isolation import Stream, loaded_generators, use
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.sources import hash63
-from envgrad.environments.start import SiblingStart, fork_instance, start_difference, told_state
-from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, ResetTimeout
+from envgrad.environments.start import SiblingStart, start_difference, told_state
+from envgrad.errors import EnvironmentContractError, EpisodeFailure, ResetTimeout
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.rollout.opening import EpisodeStart, Opening, start
 from envgrad.types import Task
@@ -110,19 +111,10 @@ class Starter:
         Raises:
             EnvironmentFailure: ``fork()`` raised or took too long.
         """
-        where, timeout = f"{self.context.spec.name}.fork", self.context.limits.reset_timeout
         stream = None if begin.stream is None else begin.stream.copy()
         with use(stream):
-            outcome = await call_user(
-                where, fork_instance, begin.instance, workers=self.context.workers, timeout=timeout
-            )
-        match outcome:
-            case Ok(value=copy):
-                self.pool.adopt(copy)
-                return EpisodeStart(instance=copy, opening=begin.opening, stream=stream)
-            case Raised(error=error):
-                raise EnvironmentFailure(f"{where} raised {type(error).__name__}: {error}") from error
-        raise EnvironmentFailure(f"{where} took longer than {timeout} s")
+            copy = await self.pool.fork(begin.instance, timeout=self.context.limits.reset_timeout)
+        return EpisodeStart(instance=copy, opening=begin.opening, stream=stream)
 
     async def end(self, begin: EpisodeStart) -> None:
         """Give an instance back, or close it if it cannot be reset to another task."""
@@ -147,26 +139,36 @@ async def start_states(context: EpisodeContext, begun: Sequence[EpisodeStart]) -
     Raises:
         EnvironmentContractError: ``start_state`` is async.
     """
-    spec, timeout = context.spec, context.limits.reset_timeout
-    if not spec.has_start_state:
+    if not context.spec.has_start_state:
         return [Ok(begin.instance, 0.0) for begin in begun]
-    where = f"{spec.name}.start_state"
+    found: list[Ok | EpisodeFailure] = []
+    while len(found) < len(begun):
+        left = begun[len(found) :]
+        found += await _next_states(context, left if left[0].stream is None else left[:1])
+    return found
 
-    def tell(instances: Sequence[object]) -> list[Outcome]:
-        return [guard(told_state, instance, spec) for instance in instances]
 
-    batches = [begun] if begun[0].stream is None else [[begin] for begin in begun]
-    states: list[Ok | EpisodeFailure] = []
-    for batch in batches:
-        stream = batch[0].stream
-        with use(None if stream is None else stream.copy()):
-            instances = [begin.instance for begin in batch]
-            outcome = await call_user(where, tell, instances, workers=context.workers, timeout=timeout)
-        each: list[Outcome] = [outcome] * len(batch)  # nothing is told of any: it took too long
-        if isinstance(outcome, Ok) and isinstance(outcome.value, list):
-            each = outcome.value
-        states.extend(_state_or_failure(one, where, timeout) for one in each)
-    return states
+async def _next_states(context: EpisodeContext, begun: Sequence[EpisodeStart]) -> list[Ok | EpisodeFailure]:
+    """Those of ``begun`` in one call, up to the first that takes too long."""
+    spec, timeout = context.spec, context.limits.reset_timeout
+    where, stream = f"{spec.name}.start_state", begun[0].stream
+    told: list[Outcome] = []
+    given_up = threading.Event()
+
+    def tell() -> None:
+        for begin in begun:
+            if not given_up.is_set():  # else others are asked elsewhere
+                told.append(guard(told_state, begin.instance, spec))
+
+    with use(None if stream is None else stream.copy()):
+        try:
+            outcome = await call_user(where, tell, workers=context.workers, timeout=timeout)
+        finally:
+            given_up.set()
+    outcomes = list(told)
+    if not isinstance(outcome, Ok):
+        outcomes = [*outcomes[: len(begun) - 1], outcome]
+    return [_state_or_failure(one, where, timeout) for one in outcomes]
 
 
 def _state_or_failure(outcome: Outcome, where: str, timeout: float | None) -> Ok | EpisodeFailure:
@@ -190,4 +192,4 @@ def find_mismatch(context: EpisodeContext, begun: Sequence[EpisodeStart], states
         )
         for begin, state in zip(begun, states, strict=True)
     ]
-    return next((found for other in starts[1:] if (found := start_difference(starts[0], other)) is not None), None)
+    return next((found for other in starts[1:] if (found := start_difference(starts[0], other))), None)

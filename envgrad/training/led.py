@@ -58,8 +58,12 @@ class LedRounds:
         with _Telling(self), self._watched():
             played = self._source.next(laps)
         self.metrics, self._unused = self._source.metrics, self._source.unused
-        led = Led(played=played, metrics=dict(self.metrics), unused=self._unused)
-        self._ranks.exchange(to_bytes(led))
+        try:
+            led = to_bytes(Led(played=played, metrics=dict(self.metrics), unused=self._unused))
+        except RankFailed as unsendable:
+            self.tell(unsendable)
+            raise
+        self._ranks.exchange(led)
         return played
 
     def _follow(self, laps: Laps) -> Round:

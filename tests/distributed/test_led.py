@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from envgrad.errors import RankFailed
+from envgrad.rollout.runner import Round
+from envgrad.training.led import LedRounds
+from envgrad.training.phases import Laps
 from helpers.rank_runs import run_ranks, trained
+from helpers.thread_ranks import ThreadRanks, on_threads
+from helpers.world import Counter, play, turn
 from helpers.zygote import Zygote
 
 
@@ -50,3 +59,20 @@ def test_a_server_gets_weights_from_one_rank(zygote: Zygote, tmp_path: Path) -> 
     assert torch.equal(ended.change(0), ended.change(1)) and ended.change().norm() > 0
     # DDP writes the first rank's weights to all before the first step, so that they are sent once more.
     assert "updates [0, 0, 1, 2]" in ended.output(0)
+
+
+def test_a_round_that_cannot_be_sent_ends_all() -> None:
+    def run(ranks: ThreadRanks) -> str:
+        (group,) = play(Counter, [turn("x")]).groups
+        task = replace(group.task, row={"judge": lambda answer: answer})
+        played = Round(groups=(replace(group, task=task),))
+        source = SimpleNamespace(next=lambda laps: played, metrics={}, unused=0)
+        plan = SimpleNamespace(publish=lambda: None, runner=SimpleNamespace(loop=SimpleNamespace(watch=None)))
+        rounds: Any = LedRounds(ranks, cast(Any, plan), None if ranks.rank else cast(Any, source), lambda: None)
+        with pytest.raises(RankFailed) as found:
+            rounds.next(Laps())
+        return str(found.value)
+
+    first, other = on_threads(2, run)
+    assert first.startswith("an episode cannot be given to the other ranks")
+    assert other == f"rank 0 failed: RankFailed: {first}"

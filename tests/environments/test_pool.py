@@ -22,6 +22,8 @@ class World:
         self.opened: list[object] = []
         self.closed: list[object] = []
         self.broken = False
+        self.forks: list[object] = []
+        """what `fork()` returns instead of new instances"""
         self.slow_build = threading.Event()
         self.slow_build.set()
 
@@ -48,6 +50,9 @@ class Env:
 
     def reset(self):
         return "x"
+
+    def fork(self):
+        return self.world.forks.pop(0) if self.world.forks else self.world.factory()
 
     def close(self):
         self.world.closed.append(self)
@@ -257,24 +262,48 @@ def test_forks_count_to_the_limit_and_are_closed():
 
     async def play():
         pool = world.pool(limit=2)
-        await pool.acquire()
-        fork = world.factory()
-        pool.adopt(fork)
+        first = await pool.acquire()
+        fork = await pool.fork(first, timeout=LIMIT)
+        world.forks.append(fork)
         with pytest.raises(EnvironmentContractError, match=r"fork\(\) returned the same instance twice"):
-            pool.adopt(fork)
+            await pool.fork(first, timeout=LIMIT)
         waiting = asyncio.create_task(pool.acquire())
         await asyncio.sleep(0.01)
         assert not waiting.done()
         pool.release(fork)
         assert await waiting is fork
         await pool.close()
-        late = world.factory()
         with pytest.raises(EnvironmentFailure, match="closed"):
-            pool.adopt(late)
-        while late not in world.closed:
+            await pool.fork(first, timeout=LIMIT)
+        while len(world.closed) < 3:
             await asyncio.sleep(0.005)
 
     run(play())
+    world.check_all_closed_once()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_fork_that_comes_too_late_is_closed(cancelled):
+    world = World()
+
+    async def play():
+        pool = world.pool()
+        first = await pool.acquire()
+        world.slow_build.clear()
+        forking = asyncio.create_task(pool.fork(first, timeout=None if cancelled else 0.05))
+        await asyncio.sleep(0.02)
+        if cancelled:
+            forking.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else EnvironmentFailure):
+            await forking
+        assert pool.size == 1
+        world.slow_build.set()
+        while len(world.closed) < 1:
+            await asyncio.sleep(0.005)
+        await pool.close()
+
+    run(play())
+    assert len(world.opened) == 2
     world.check_all_closed_once()
 
 

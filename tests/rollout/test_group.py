@@ -350,6 +350,123 @@ def test_an_instance_that_dies_when_its_start_is_looked_at_costs_nobody_else(dyi
     assert group.faults == {"environment": len(dying)} and Mortal.resets == 3 + len(dying)
 
 
+def test_tries_to_tell_a_start_are_each_siblings_own():
+    """Instances 0, then 3, then 4 fail: three failures of three siblings, none of which failed twice."""
+
+    class Mortal(Counter):
+        made, asked = 0, []
+
+        def __init__(self):
+            self.number, Mortal.made = Mortal.made, Mortal.made + 1
+
+        def reset(self, seed):
+            self.n = 0
+            return "Count."
+
+        def start_state(self):
+            Mortal.asked.append(self.number)
+            if self.number in (0, 3, 4):
+                raise EnvironmentFailure("gone")
+            return self.n
+
+    (group,) = play(Mortal, [turn("x")], siblings=3, retries=3).groups
+    assert len(group.episodes) == 3 and group.faults == {"environment": 3}
+    assert Mortal.asked == [0, 1, 2, 3, 4, 5], "nobody is asked twice"
+
+
+def test_a_sibling_whose_start_cannot_be_told_is_lost_alone():
+    class Mortal(Counter):
+        made = 0
+
+        def __init__(self):
+            self.number, Mortal.made = Mortal.made, Mortal.made + 1
+
+        def reset(self, seed):
+            self.n = 0
+            return "Count."
+
+        def start_state(self):
+            if not self.number:
+                raise EnvironmentFailure("gone")
+            return self.n
+
+    (group,) = play(Mortal, [turn("x")], siblings=3, retries=0).groups
+    assert [episode.sibling for episode in group.episodes] == [1, 2] and Mortal.made == 3
+    assert [(failure.sibling, failure.attempts) for failure in group.failures] == [(0, 1)]
+
+
+def test_a_start_that_takes_too_long_to_tell_costs_nobody_else():
+    class Hangs(Counter):
+        made, asked = 0, []
+        going = threading.Event()
+
+        def __init__(self):
+            self.number, Hangs.made = Hangs.made, Hangs.made + 1
+
+        def reset(self, seed):
+            self.n = 0
+            return "Count."
+
+        def start_state(self):
+            Hangs.asked.append(self.number)
+            if self.number == 1:
+                Hangs.going.wait(20)
+            if self.number == 2:
+                raise SystemExit("as a simulator does")
+            return self.n
+
+    (group,) = play(Hangs, [turn("x")], siblings=4, reset_timeout=0.3).groups
+    Hangs.going.set()
+    assert len(group.episodes) == 4 and group.faults == {"reset_timeout": 1, "environment": 1}
+    assert Hangs.asked == [0, 1, 2, 3, 4, 5]
+
+
+def test_instances_whose_common_reward_failed_are_not_played_again():
+    class Shared(Counter):
+        made = 0
+
+        def __init__(self):
+            Shared.made += 1
+
+        def reset(self, seed):
+            self.n = 0
+            return "Count."
+
+        @classmethod
+        def group_reward(cls, environments):
+            if Shared.made <= 4:  # two groups
+                raise EnvironmentFailure("the judge fell asleep")
+            return [1.0 for _ in environments]
+
+    played = play(Shared, [turn("x")], siblings=2)
+    assert len(played.groups) == 1 and len(played.dropped) == 2 and Shared.made == 6
+
+
+def test_a_fork_that_dies_before_others_are_forked_from_it_is_replaced():
+    class Mortal(Counter):
+        made = 0
+
+        def __init__(self):
+            self.number, Mortal.made = Mortal.made, Mortal.made + 1
+
+        def reset(self):
+            self.n = 7
+            return "Count."
+
+        def fork(self):
+            if self.number == 1:
+                raise EnvironmentFailure("gone")
+            forked = Mortal()
+            forked.n = self.n
+            return forked
+
+        def get_reward(self):
+            return float(self.n)
+
+    (group,) = play(Mortal, [turn("x")], siblings=3).groups
+    assert [episode.reward for episode in group.episodes] == [7.0] * 3 and group.faults == {"environment": 1}
+
+
 def test_an_instance_that_dies_when_it_is_forked_is_started_again():
     class Mortal(Counter):
         made = 0

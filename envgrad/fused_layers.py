@@ -7,7 +7,6 @@ float32 go this way, through layers that nobody has changed or hooked: any other
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from envgrad.sampling.decoder_shape import (
     projections,
     tensor,
 )
-from envgrad.sampling.projections import Projection
 
 _GATES = ("SiLUActivation", "SiLU")
 
@@ -40,12 +38,15 @@ class FusedLayer(LastLayer):
     As ``LastLayer``, it is an ordinary attribute of the layer, and carried along by a deep copy or a pickle.
     """
 
-    def __init__(self, layer: nn.Module, before: LastLayer | None) -> None:
+    def __init__(self, layer: Any, before: LastLayer | None) -> None:
         super().__init__(layer)
         self.before = before
         """what it replaces; it is the last layer's, which may return predicting tokens only"""
-        self.parts = _inner(layer)
-        """of the layer as it was found; what somebody has replaced or wrapped since is called as it stands"""
+        self.tree = [(one, tuple(one._modules.values())) for one in layer.modules()]
+        """the layer as it was found; what somebody has replaced or wrapped since is called as it stands"""
+        self.products = [one.base for one in projections(layer)]
+        self.norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        self.norms += [one for one in head_norms(layer) if one is not None]
         self.has_run = False
         """whether a row has gone by kernels"""
 
@@ -63,15 +64,13 @@ class FusedLayer(LastLayer):
         attention = layer.self_attn
         if layer.training and (attention.attention_dropout or getattr(layer, "gradient_checkpointing", False)):
             return False
-        found = _inner(layer)
-        same = len(found) == len(self.parts) and all(map(is_, found, self.parts))
-        if not same or any(_is_changed(part) for part in found):
+        if any(tuple(one._modules.values()) != children for one, children in self.tree):
             return False
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [one for one in head_norms(layer) if one is not None]
+        if any(_is_changed(one) for one, _ in self.tree[1:]):  # the layer's own hooks are called around this
+            return False
         turns = all(angle.shape == (1, x.shape[1], attention.head_dim) for angle in angles)
-        plain = can_compute(x, *angles, *(one.weight for one in norms), *(_weight(one) for one in projections(layer)))
-        return x.shape[0] == 1 and turns and plain and not torch.is_autocast_enabled("cpu")
+        weights = [one.weight for one in (*self.norms, *self.products)]
+        return x.shape[0] == 1 and turns and can_compute(x, *angles, *weights) and not torch.is_autocast_enabled("cpu")
 
     def _fused(self, x: Tensor, row: Any, angles: tuple[Tensor, Tensor]) -> Tensor:
         layer: Any = self.layer
@@ -104,15 +103,6 @@ class FusedLayer(LastLayer):
         parts = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (*turned, attention.v_proj(normed)))
         call = AttentionCall(layer=int(attention.layer_idx), scaling=attention.scaling, dropout=0.0, window=None)
         return row.attend(call, *parts).flatten(-2)
-
-
-def _inner(layer: nn.Module) -> list[nn.Module]:
-    """All modules below ``layer``."""
-    return list(layer.modules())[1:]
-
-
-def _weight(projection: Projection) -> Tensor:
-    return projection.base.weight
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -254,10 +254,10 @@ class InstancePool:
         """A fork of ``instance``, which is out now, counts to the limit, and gets closed, even if it comes too late.
 
         Raises:
-            EnvironmentFailure: ``fork()`` raised or took longer than ``timeout`` seconds, or the pool is closed.
-            EnvironmentContractError: ``fork()`` is async, or gave an instance of this pool.
+            EnvironmentFailure: ``fork()`` raised, gave none or took too long (seconds), or the pool is closed.
+            EnvironmentContractError: it gave an instance of this pool.
         """
-        return await self._born(f"{self.spec.label}: fork()", partial(fork_instance, instance), timeout)
+        return await self._born(f"{self.spec.label}: fork()", partial(_forked, instance), timeout)
 
     async def close(self) -> None:
         """Close every instance once, in parallel, those that are out too. Waits for all; again is harmless."""
@@ -391,3 +391,10 @@ class InstancePool:
     def _check_out(self, instance: object) -> None:
         if self._state.get(id(instance)) != "out":
             raise ValueError(f"{self.spec.label}: {instance!r} is not an instance that was handed out")
+
+
+def _forked(instance: object) -> object:
+    try:
+        return fork_instance(instance)
+    except EnvironmentContractError as error:  # it may have a snapshot next time
+        raise EnvironmentFailure(f"{error}") from error

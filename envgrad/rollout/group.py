@@ -20,7 +20,7 @@ from envgrad.environments.policy import use_policy
 from envgrad.environments.pool import InstancePool
 from envgrad.environments.sources import hash63
 from envgrad.environments.start import StartMode, decide_start
-from envgrad.errors import EnvironmentContractError, EpisodeFailure, RewardTimeout
+from envgrad.errors import EnvironmentContractError, EnvironmentFailure, EpisodeFailure, RewardTimeout
 from envgrad.rollout.asking import PartRecord, SessionPolicy
 from envgrad.rollout.context import EpisodeContext, value_or_failure
 from envgrad.rollout.episode import play, session_of
@@ -194,6 +194,7 @@ class GroupRun:
         for left in reversed(range(self.policy.max_episode_retries + 1)):
             if first.begin is None:  # its fork failed: it may be dead
                 await self._start_fresh(first)
+                self.start = None if first.begin is None else state_text(first.begin.instance)
             if first.begin is not None and await self._fork_pristine(first, first.begin):
                 break
             if not left:
@@ -202,10 +203,12 @@ class GroupRun:
         for sibling in self.siblings[1:]:
             await self._start_forked(sibling)
             if sibling.begin is None and first.begin is not None:  # what it is forked from may be dead
-                await self.starter.end_pristine()
-                if not await self._fork_pristine(first, first.begin):
-                    raise first.failure or AssertionError("a fork that neither succeeded nor failed")
-                await self._start_forked(sibling)
+                before, failure = self.starter.pristine, first.failure
+                if await self._fork_pristine(first, first.begin):
+                    if before is not None:
+                        await self.pool.discard(before.instance)
+                    await self._start_forked(sibling)
+                first.failure = failure
 
     async def _fork_pristine(self, first: _Sibling, begin: EpisodeStart) -> bool:
         try:
@@ -215,7 +218,6 @@ class GroupRun:
             self.faults[failure.kind] += 1
             first.failure = failure
             return False
-        self.start = state_text(begin.instance)
         return True
 
     async def _start_forked(self, sibling: _Sibling) -> None:
@@ -229,6 +231,7 @@ class GroupRun:
             sibling.failure = failure
 
     async def _start_again(self, sibling: _Sibling) -> None:
+        sibling.parts = PartRecord()
         if self.starter.pristine is not None:
             await self._start_forked(sibling)
             return
@@ -239,7 +242,7 @@ class GroupRun:
     async def _start_untold(self, sibling: _Sibling, failure: EpisodeFailure, tries: int) -> None:
         """Start a sibling again whose state could not be told in so many tries, or give it up."""
         self.faults[failure.kind] += 1
-        await self._release(sibling, usable=False)
+        await self._release(sibling)
         if tries <= self.policy.max_episode_retries:
             await self._start_again(sibling)
         else:
@@ -260,14 +263,14 @@ class GroupRun:
                 break
             states = await start_states(self.context, [begin for _, begin in asked])
             untold = []
-            for (sibling, _), state in zip(asked, states, strict=True):
+            for (sibling, begin), state in zip(asked, states, strict=True):
                 if isinstance(state, Ok):
                     told[sibling.number] = state.value
                 else:
-                    tries[sibling.number] += 1
-                    untold.append(self._start_untold(sibling, state, tries[sibling.number]))
-            for one in untold:  # one after another, as one instance may be forked for all
-                await one
+                    begin.usable, tries[sibling.number] = False, tries[sibling.number] + 1
+                    untold.append((sibling, state))
+            for sibling, failure in untold:  # one after another, as one instance may be forked for all
+                await self._start_untold(sibling, failure, tries[sibling.number])
         starts = {one.number: begin for one, begin in begun if one.number in told}
         self.mismatch = find_mismatch(self.context, list(starts.values()), [told[number] for number in starts])
         if self.mismatch is not None and self.policy.group_consistency == "require":
@@ -304,7 +307,6 @@ class GroupRun:
                 self._end_session(sibling)
                 return
             self._begin_session(sibling)
-            sibling.parts = PartRecord()
             await self._start_again(sibling)
 
     def _policy(self, sibling: _Sibling, phase: str) -> AbstractContextManager[None]:
@@ -335,8 +337,7 @@ class GroupRun:
                     sibling.episode = _with_group_reward(sibling.episode, reward, unscorable=spec.has_get_reward)
                     check_played(sibling.episode)
         except EpisodeFailure as failure:
-            self._lose(scored, failure)
-            return
+            self._lose(scored, failure, usable=False)
 
     async def _score_with_sources(self) -> None:
         """Reward functions and models, while the environments are still there."""
@@ -356,18 +357,19 @@ class GroupRun:
         try:
             result = await score_group(batch, context.reward_sources, context.reward_weights)
         except EpisodeFailure as failure:
-            self._lose(scored, failure)
+            seen = batch.environments is not None and isinstance(failure, RewardTimeout | EnvironmentFailure)
+            self._lose(scored, failure, usable=not seen)
             return
         self.metrics = result.metrics
         for sibling, episode in zip(scored, result.episodes, strict=True):
             sibling.episode = episode
 
-    def _lose(self, scored: Sequence[_Sibling], failure: EpisodeFailure) -> None:
-        """What scores the siblings together failed. Their instances may be at fault, or still be read."""
+    def _lose(self, scored: Sequence[_Sibling], failure: EpisodeFailure, *, usable: bool) -> None:
+        """What scores the siblings together failed; are their instances neither at fault nor still read?"""
         self._count(failure, f"group {self.task.key}")
         for sibling in scored:
             sibling.episode, sibling.failure = None, failure
-            if sibling.begin is not None:
+            if sibling.begin is not None and not usable:
                 sibling.begin.usable = False
 
     def _count(self, failure: EpisodeFailure, where: str) -> None:

@@ -143,6 +143,9 @@ async def start_states(context: EpisodeContext, begun: Sequence[EpisodeStart]) -
         return [Ok(begin.instance, 0.0) for begin in begun]
     found: list[Ok | EpisodeFailure] = []
     while len(found) < len(begun):
+        late = [one for one in found if isinstance(one, ResetTimeout)]
+        if len(late) > 1:  # what they need does not answer: the others would wait for it as long, one by one
+            return found + [late[-1]] * (len(begun) - len(found))
         left = begun[len(found) :]
         found += await _next_states(context, left if left[0].stream is None else left[:1])
     return found

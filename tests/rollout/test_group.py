@@ -421,6 +421,30 @@ def test_a_start_that_takes_too_long_to_tell_costs_nobody_else():
     assert Hangs.asked == [0, 1, 2, 3, 4, 5]
 
 
+def test_starts_that_nobody_can_tell_are_not_waited_for_one_by_one():
+    class Hangs(Counter):
+        made, asked = 0, []
+        going = threading.Event()
+
+        def __init__(self):
+            self.number, Hangs.made = Hangs.made, Hangs.made + 1
+
+        def reset(self, seed):
+            self.n = 0
+            return "Count."
+
+        def start_state(self):
+            Hangs.asked.append(self.number)
+            if self.number < 2:
+                Hangs.going.wait(20)
+            return self.n
+
+    (group,) = play(Hangs, [turn("x")], siblings=5, reset_timeout=0.3).groups
+    Hangs.going.set()
+    assert len(group.episodes) == 5 and group.faults == {"reset_timeout": 5}
+    assert Hangs.asked == [0, 1, 5, 6, 7, 8, 9]
+
+
 def test_instances_whose_common_reward_failed_are_not_played_again():
     class Shared(Counter):
         made = 0
@@ -465,6 +489,31 @@ def test_a_fork_that_dies_before_others_are_forked_from_it_is_replaced():
 
     (group,) = play(Mortal, [turn("x")], siblings=3).groups
     assert [episode.reward for episode in group.episodes] == [7.0] * 3 and group.faults == {"environment": 1}
+
+
+def test_a_fork_that_fails_for_a_while_costs_no_sibling_that_has_started():
+    class Busy(Counter):
+        forks = 0
+
+        def reset(self):
+            self.n = 7
+            return "Count."
+
+        def fork(self):
+            Busy.forks += 1
+            if Busy.forks in (3, 4):  # the pristine one, sibling 1; then sibling 2, and what should replace its source
+                raise EnvironmentFailure("no snapshot now")
+            if Busy.forks == 6:
+                return None
+            forked = Busy()
+            forked.n = self.n
+            return forked
+
+        def get_reward(self):
+            return float(self.n)
+
+    (group,) = play(Busy, [turn("x")], siblings=4).groups
+    assert [episode.reward for episode in group.episodes] == [7.0] * 4 and group.faults == {"environment": 3}
 
 
 def test_an_instance_that_dies_when_it_is_forked_is_started_again():

@@ -14,6 +14,8 @@ from envgrad.sampling.local import LocalSampler
 from envgrad.sampling.sampler import SamplingParams, Session
 from helpers.models import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("slow_steps")
+
 LENGTH = 450
 
 

@@ -122,6 +122,7 @@ def test_weights_are_served_from_the_next_step_and_old_keys_are_forgotten() -> N
     sampler.close()
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_weights_that_change_during_an_answer_recompute_its_row() -> None:
     model = build("llama")
     sampler = LocalSampler(model, max_sessions=2, max_context=160)
@@ -160,6 +161,7 @@ def test_module_is_in_eval_mode_only_while_requests_are_open() -> None:
     assert modes and not any(modes)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_cancelled_request_frees_its_slot_and_its_siblings_go_on() -> None:
     sampler = make_local(max_sessions=1, max_context=128)
     opening = prompt(60)

@@ -72,7 +72,7 @@ def alive(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
+def gone(pid: int, seconds: float = 20.0) -> bool:
     """Whether the process ends within ``seconds``."""
     deadline = time.monotonic() + seconds
     while alive(pid):

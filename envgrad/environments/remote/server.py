@@ -127,6 +127,8 @@ def _fork_instance(control: socket.socket, fd: int, factory: Callable[[], object
         status = 0
     finally:
         flush_streams()
+        if os.getpgrp() == os.getpid():  # programs that it has started end with it, whoever sees the socket's end first
+            os.killpg(0, signal.SIGKILL)
         os._exit(status)
 
 

@@ -322,6 +322,19 @@ def test_a_failure_in_what_siblings_share_drops_the_group_and_not_the_run(member
     assert {failure.kind for group in played.dropped for failure in group.failures} == {"environment"}
 
 
+class Numbered(Counter):
+    """Knows how many of its kind were made before it; subclass it in each test."""
+
+    made = 0
+
+    def __init__(self):
+        self.number, type(self).made = type(self).made, type(self).made + 1
+
+    def reset(self, seed):
+        self.n = 0
+        return "Count."
+
+
 @pytest.mark.parametrize("dying", [[0], [1], [0, 1, 2], [0, 1, 2, 3, 5]])
 def test_an_instance_that_dies_when_its_start_is_looked_at_costs_nobody_else(dying):
     """Numbers of instances, in the order in which they were made."""
@@ -353,15 +366,8 @@ def test_an_instance_that_dies_when_its_start_is_looked_at_costs_nobody_else(dyi
 def test_tries_to_tell_a_start_are_each_siblings_own():
     """Instances 0, then 3, then 4 fail: three failures of three siblings, none of which failed twice."""
 
-    class Mortal(Counter):
-        made, asked = 0, []
-
-        def __init__(self):
-            self.number, Mortal.made = Mortal.made, Mortal.made + 1
-
-        def reset(self, seed):
-            self.n = 0
-            return "Count."
+    class Mortal(Numbered):
+        asked = []
 
         def start_state(self):
             Mortal.asked.append(self.number)
@@ -375,16 +381,7 @@ def test_tries_to_tell_a_start_are_each_siblings_own():
 
 
 def test_a_sibling_whose_start_cannot_be_told_is_lost_alone():
-    class Mortal(Counter):
-        made = 0
-
-        def __init__(self):
-            self.number, Mortal.made = Mortal.made, Mortal.made + 1
-
-        def reset(self, seed):
-            self.n = 0
-            return "Count."
-
+    class Mortal(Numbered):
         def start_state(self):
             if not self.number:
                 raise EnvironmentFailure("gone")
@@ -396,16 +393,9 @@ def test_a_sibling_whose_start_cannot_be_told_is_lost_alone():
 
 
 def test_a_start_that_takes_too_long_to_tell_costs_nobody_else():
-    class Hangs(Counter):
-        made, asked = 0, []
+    class Hangs(Numbered):
+        asked = []
         going = threading.Event()
-
-        def __init__(self):
-            self.number, Hangs.made = Hangs.made, Hangs.made + 1
-
-        def reset(self, seed):
-            self.n = 0
-            return "Count."
 
         def start_state(self):
             Hangs.asked.append(self.number)
@@ -422,16 +412,9 @@ def test_a_start_that_takes_too_long_to_tell_costs_nobody_else():
 
 
 def test_starts_that_nobody_can_tell_are_not_waited_for_one_by_one():
-    class Hangs(Counter):
-        made, asked = 0, []
+    class Hangs(Numbered):
+        asked = []
         going = threading.Event()
-
-        def __init__(self):
-            self.number, Hangs.made = Hangs.made, Hangs.made + 1
-
-        def reset(self, seed):
-            self.n = 0
-            return "Count."
 
         def start_state(self):
             Hangs.asked.append(self.number)

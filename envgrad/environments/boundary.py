@@ -30,8 +30,8 @@ from envgrad.errors import ConfigurationError, EnvironmentFailure, EpisodeDone
 
 GROWTH_DELAY = 0.001
 """seconds a job may wait before another thread is considered"""
-CANCEL_GRACE = 2.5
-"""seconds an async call gets to obey its cancellation"""
+CANCEL_GRACE = 5.6
+"""seconds an async call gets to obey its cancellation: more than an interrupted process"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,15 +381,19 @@ async def _await_user(awaitable: Awaitable[object], timeout: float | None, spent
     try:
         await asyncio.wait({task}, timeout=timeout)
     except asyncio.CancelledError:  # ours: pass it on, and give its cleanup a moment
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_GRACE)
+        await _cancel(task)
         raise
     seconds = perf_counter() - start
     if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_GRACE)
+        await _cancel(task)
         return TimedOut(seconds, killable=task.done())
     if task.cancelled():
         return Raised(as_exception(asyncio.CancelledError("cancelled by the environment itself")), seconds)
     error = task.exception()
     return Ok(task.result(), seconds) if error is None else Raised(as_exception(error), seconds)
+
+
+async def _cancel(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    for _ in range(8):  # looks are counted: where the whole machine stood still, the call had no time to obey
+        await asyncio.wait({task}, timeout=CANCEL_GRACE / 8)

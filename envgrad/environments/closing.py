@@ -10,6 +10,7 @@ from functools import partial
 from time import perf_counter
 
 from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool, call_user, guard_in_thread
+from envgrad.environments.spec import Elsewhere
 from envgrad.errors import EnvironmentFailure
 
 _CLOSING_THREADS = 64
@@ -79,6 +80,8 @@ class Closer:
         """Close ``instance`` from the loop."""
         if not self._has_close:
             return
+        if isinstance(instance, Elsewhere) and instance.ending is not None:
+            await asyncio.wait({instance.ending})  # bounded; what ``close()`` may take begins behind it
         if self._threads is None:  # threads of their own: closing works even where hung tools fill the workers
             self._threads = WorkerPool(_CLOSING_THREADS, max_hung=10**6, name="envgrad-close")
         where, call = f"{self._label}'s close()", partial(_call_close, instance)

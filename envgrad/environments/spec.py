@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import types
@@ -209,6 +210,11 @@ class Elsewhere:
     def process_lost(self) -> bool:
         """Whether that process has ended: then this one is of no use any more."""
         return False
+
+    @property
+    def ending(self) -> asyncio.Future[None] | None:
+        """Done when the last call that was cancelled has ended there, or the process has."""
+        return None
 
 
 def member_of(instance: object, name: str) -> object | None:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envgrad.environments.executors.hosts import POLL_SECONDS, SpawnedHost
-from envgrad.environments.remote.client import START_SECONDS
-from envgrad.environments.remote.host import ServerProcess, launch_server
+from envgrad.environments.remote.host import START_SECONDS, ServerProcess, launch_server
 from envgrad.environments.remote.wire import HEADER, Closed, Message, decode, describe_error, encode
 from envgrad.errors import ConfigurationError, EnvironmentFailure
 

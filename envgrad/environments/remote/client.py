@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
 import threading
@@ -33,9 +32,10 @@ from envgrad.environments.spec import Elsewhere
 from envgrad.environments.tools import ToolSpec
 from envgrad.errors import EnvironmentFailure, EpisodeDone
 
-OBEY_SECONDS = 2.2
+OBEY_SECONDS = 5.1
 """how long an interrupted call may take to end before its process is killed"""
-START_SECONDS = 120.0
+OBEY_LOOKS = 34
+"""in which that is waited: counted, for where the whole machine stands still, no time has been given to the process"""
 QUICK_SECONDS = 60.0
 """limit of what is asked without a time-out of its own: counts of tasks, states, forks"""
 
@@ -51,8 +51,7 @@ class Remote(Elsewhere):
     def __init__(self, connection: socket.socket | None = None, pid: int = 0) -> None:
         self._set_out()
         if connection is None:
-            connection = self.host.connect()
-            greeting = _await_greeting(connection)
+            connection, greeting = self.host.meet()
             pid = int(greeting["pid"])
         self._pid = pid
         self._connection = connection
@@ -71,6 +70,10 @@ class Remote(Elsewhere):
     @property
     def process_lost(self) -> bool:
         return self._dead is not None
+
+    @property
+    def ending(self) -> asyncio.Future[None] | None:
+        return self._ending
 
     # -- the way there and back: ``executors.ray_remote`` has another
 
@@ -150,10 +153,11 @@ class Remote(Elsewhere):
 
     async def _interrupt(self, reading: asyncio.Future[Message] | None) -> None:
         """End the call in the other process, or that process. ``reading``: its answer; None: it was not sent whole."""
-        end = time.monotonic() + OBEY_SECONDS
-        while reading is not None and not reading.done() and time.monotonic() < end:
+        for _ in range(OBEY_LOOKS):
+            if reading is None or reading.done():
+                break
             self._signal()  # again and again: it may not have begun yet
-            await asyncio.wait({reading}, timeout=0.15)
+            await asyncio.wait({reading}, timeout=OBEY_SECONDS / OBEY_LOOKS)
         if reading is not None and reading.done() and not reading.cancelled() and reading.exception() is None:
             self._waiting = False
             return
@@ -244,8 +248,9 @@ class Remote(Elsewhere):
 
     def close(self) -> None:
         """Close the instance, and end its process."""
-        end = time.monotonic() + OBEY_SECONDS
-        while self._waiting and self._dead is None and time.monotonic() < end:
+        for _ in range(round(OBEY_SECONDS / 0.005)):
+            if not self._waiting or self._dead is not None:
+                break
             time.sleep(0.005)  # a cancelled call is being interrupted, beside this thread
         try:
             if self._dead is None and not self._waiting:
@@ -360,27 +365,6 @@ def _reset_member(described: Message) -> object:
     return reset
 
 
-def _await_greeting(connection: socket.socket) -> Message:
-    """Wait for the instance's description.
-
-    Raises:
-        EnvironmentFailure: its factory raised, or it did not start in time.
-    """
-    ready, _, _ = select.select([connection], [], [], START_SECONDS)
-    if not ready:
-        connection.close()
-        raise EnvironmentFailure(f"the environment's process did not start in {START_SECONDS:.0f} s")
-    try:
-        greeting = receive(connection)
-    except Closed as error:
-        connection.close()
-        raise EnvironmentFailure("the environment's process died while it was built") from error
-    if "error" in greeting:
-        connection.close()
-        raise rebuild_error(greeting["error"])
-    return greeting
-
-
 def first_remote(host: ServerHost, name: str | None = None, close_seconds: float | None = None) -> Remote:
     """The first instance of ``host``, of a class made from what it says of itself; ``name``: of the class.
 
@@ -388,8 +372,7 @@ def first_remote(host: ServerHost, name: str | None = None, close_seconds: float
         EnvironmentFailure: the factory raised, or did not return in time.
         EnvironmentContractError: what breaks the contract, or needs siblings or sampler beside it.
     """
-    connection = host.connect()
-    greeting = _await_greeting(connection)
+    connection, greeting = host.meet()
     described: Message = greeting["described"]
     made = remote_class(host, described, name or str(described["name"]), close_seconds)
     return made(connection, int(greeting["pid"]))

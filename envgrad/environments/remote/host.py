@@ -69,12 +69,21 @@ class ServerHost:
         self._process: ServerProcess | None = None
         self._control: socket.socket | None = None
 
-    def connect(self) -> socket.socket:
-        """A socket to a new instance's process.
+    def meet(self) -> tuple[socket.socket, Message]:
+        """A socket to a new instance's process, and what that says of itself.
 
         Raises:
             ConfigurationError: the server cannot be started.
-            EnvironmentFailure: the server process died twice.
+            EnvironmentFailure: the server process died twice; the factory raised, or it did not start in time.
+        """
+        connection = self.connect()
+        return connection, _await_greeting(connection)
+
+    def connect(self) -> socket.socket:
+        """A socket to a new instance's process, on which its greeting or its error comes.
+
+        Raises:
+            ConfigurationError, EnvironmentFailure: as ``meet``, but for what the factory does.
         """
         with self._lock:
             for _ in range(2):
@@ -223,3 +232,19 @@ def _end(process: ServerProcess, control: socket.socket) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _await_greeting(connection: socket.socket) -> Message:
+    ready, _, _ = select.select([connection], [], [], START_SECONDS)
+    if not ready:
+        connection.close()
+        raise EnvironmentFailure(f"the environment's process did not start in {START_SECONDS:.0f} s")
+    try:
+        greeting = receive(connection)
+    except Closed as error:
+        connection.close()
+        raise EnvironmentFailure("the environment's process died while it was built") from error
+    if "error" in greeting:
+        connection.close()
+        raise rebuild_error(greeting["error"])
+    return greeting

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import io
+import math
 import os
 import random
 import select
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,9 @@ SHORT = 120
 """characters of a state's value that are shown where two differ"""
 
 PROBE_CLOSE_SECONDS = 10.0
+INSIST_SECONDS = 2.2
+"""that a call gets for its ``finally`` before an interrupt hits it again, for the first may have gone unheard: raised
+in a finalizer, say"""
 
 
 class Interrupted(BaseException):
@@ -168,6 +173,8 @@ class _Desk:
     loop: asyncio.AbstractEventLoop
     busy: bool = False
     """user code runs: an interrupt may hit it"""
+    interrupted: float = -math.inf
+    """when one did, in seconds of ``time.monotonic``"""
     tools: tuple[ToolSpec, ...] = field(default=())
 
     def serve(self) -> None:
@@ -199,17 +206,18 @@ class _Desk:
             send(self.connection, made.value)  # type: ignore[arg-type]
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.busy:
-            self.busy = False  # once
+        if self.busy and time.monotonic() - self.interrupted >= INSIST_SECONDS:
+            self.interrupted = time.monotonic()
             raise Interrupted
 
     def _answer(self, request: Message) -> Message:
         operation = getattr(self, f"_do_{request['op']}")
         try:
-            self.busy = True
+            self.interrupted, self.busy = -math.inf, True
             made = guard_in_thread(functools.partial(operation, **request["arguments"]))  # sys.exit() is the user's too
             self.busy = False
         except Interrupted:
+            self.busy = False
             made = Raised(as_exception(Interrupted()), 0.0)
         if isinstance(made, Raised):
             if isinstance(made.error.__cause__, Interrupted):

@@ -26,11 +26,11 @@ def book_of(folder: Path) -> Book:
     return Book(folder / "book", seed=0, ways=("ok",))
 
 
-def check_ended(folder: Path) -> None:
+def check_ended(folder: Path, said: str) -> None:
     lines = book_of(folder).lines()
     opened = {number for member, number, *_ in lines if member == "open"}
     closed = Counter(instance for member, _, instance, *_ in lines if member == "end")
-    assert opened and closed == dict.fromkeys(opened, 1)
+    assert opened and closed == dict.fromkeys(opened, 1), said
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
@@ -38,7 +38,7 @@ def check_ended(folder: Path) -> None:
 def test_instances_are_closed_once(zygote: Zygote, tmp_path: Path, end: str, executor: str) -> None:
     code, run = zygote.run("living", tmp_path, end, executor)
     assert code == 0, run.stderr
-    check_ended(tmp_path)
+    check_ended(tmp_path, run.stderr)
     programs = json.loads(run.stdout.splitlines()[-1])["children"]
     assert not programs if executor == "process" else len(programs) <= 1, "in a thread the program is the user's affair"
     for pid in programs:
@@ -52,7 +52,7 @@ def test_a_construction_that_fails_closes_instances_once(
 ) -> None:
     code, run = zygote.run("living", tmp_path, "construction", executor, algorithm)
     assert code == 0, run.stderr
-    check_ended(tmp_path)
+    check_ended(tmp_path, run.stderr)
     assert not json.loads(run.stdout.splitlines()[-1])["children"]
 
 
@@ -63,7 +63,7 @@ def test_signals_close_instances_once(zygote: Zygote, tmp_path: Path, number: si
     run.wait_for("waiting")
     run.kill(number)
     assert run.finish() == 0, run.stderr
-    check_ended(tmp_path)
+    check_ended(tmp_path, run.stderr)
     for pid in json.loads(run.stdout.splitlines()[-1])["children"]:
         signal_if_alive(pid)
 

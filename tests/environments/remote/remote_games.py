@@ -17,6 +17,13 @@ class GameError(Exception):
     pass
 
 
+class _Deaf:
+    """What is raised while it goes is printed, and forgotten."""
+
+    def __del__(self):
+        time.sleep(2.0)
+
+
 class Counter:
     """Counts; its tools show each way in which a call can end."""
 
@@ -69,6 +76,16 @@ class Counter:
         """
         with contextlib.suppress(Exception):
             time.sleep(seconds)
+        return "slept"
+
+    def sleep_deaf(self, seconds: float) -> str:
+        """Wait, and first where an exception is lost.
+
+        Args:
+            seconds: how long
+        """
+        _Deaf()
+        time.sleep(seconds)
         return "slept"
 
     def hang_hard(self) -> str:

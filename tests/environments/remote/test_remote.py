@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -114,7 +116,7 @@ def test_the_ways_in_which_a_call_ends(counter):
     assert play(call(counter, "wait", seconds=0.01)).value == "waited"
 
 
-@pytest.mark.parametrize("tool", ["sleep", "wait"])
+@pytest.mark.parametrize("tool", ["sleep", "wait", "sleep_deaf"])
 def test_a_call_past_its_limit_is_interrupted_and_the_instance_goes_on(counter, tool):
     play(counter.reset(seed=0))
     play(call(counter, "add", n=3))
@@ -122,6 +124,21 @@ def test_a_call_past_its_limit_is_interrupted_and_the_instance_goes_on(counter, 
     late = play(call(counter, tool, timeout=0.2, seconds=60.0))
     assert isinstance(late, TimedOut) and late.killable and time.monotonic() - began < 10
     assert play(call(counter, "add")).value == "now 4"
+
+
+def test_a_process_that_stands_still_is_given_time_to_obey(counter):
+    play(counter.reset(seed=0))
+    pid = int(play(call(counter, "where")).value.split()[0])
+
+    async def stalled():
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.3, os.kill, pid, signal.SIGSTOP)
+        loop.call_later(3.5, os.kill, pid, signal.SIGCONT)
+        return await call(counter, "sleep", timeout=0.4, seconds=60.0)
+
+    late = play(stalled())
+    assert isinstance(late, TimedOut) and late.killable
+    assert play(call(counter, "add")).value == "now 1"
 
 
 def test_a_call_that_does_not_obey_is_killed_with_its_process(counter):

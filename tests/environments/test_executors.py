@@ -27,6 +27,7 @@ from envgrad.environments.isolation import Stream
 from envgrad.environments.members import StepResult, ToolResult
 from envgrad.environments.policy import ask_policy
 from envgrad.environments.pool import InstancePool
+from envgrad.environments.remote import host
 from envgrad.environments.sources import hash63
 from envgrad.environments.start import StartMode, decide_start, fork_instance
 from envgrad.environments.tools import check_arguments, find_tool
@@ -386,11 +387,11 @@ def test_close_runs_once_within_its_limit_and_the_process_ends(make, tmp_path):
             if self.how == "never":
                 time.sleep(3600)
 
-    factory = ProcessFactory(Closes, "e", close_seconds=0.3)
+    factory = ProcessFactory(Closes, "e", close_seconds=1.5)
 
     async def run() -> Any:
         spec, probe = inspect_environment("e", factory)
-        pool = InstancePool(spec, probe, limit=8, workers=WorkerPool(), close_timeout=1.5)
+        pool = InstancePool(spec, probe, limit=8, workers=WorkerPool(), close_timeout=8.0)
         instances = [await pool.acquire() for _ in range(4)]
         for instance, how in zip(instances, ("well", "badly", "never", "well"), strict=True):
             await instance.reset(how=how)
@@ -402,7 +403,7 @@ def test_close_runs_once_within_its_limit_and_the_process_ends(make, tmp_path):
     assert sorted(log.read_text().split()) == ["badly", "never", "well", "well"]
     assert pool.num_close_errors == 2
     assert {str(error) for error in pool.close_errors} == {
-        "the door is stuck", "close took longer than 0.3 s; its process was ended",
+        "the door is stuck", "close took longer than 1.5 s; its process was ended",
     }  # fmt: skip
     assert all(gone(pid) for pid in pids)
 
@@ -488,7 +489,7 @@ def test_a_break_of_the_contract_is_told_as_in_threads():
 # -- processes and what they hold
 
 
-def test_servers_see_the_end_of_their_own_sockets_although_others_were_forked_later():
+def test_servers_see_the_end_of_their_own_sockets_although_others_were_forked_later(monkeypatch):
     class Quiet:
         def reset(self) -> str:
             return "x"
@@ -502,9 +503,10 @@ def test_servers_see_the_end_of_their_own_sockets_although_others_were_forked_la
     second = ProcessFactory(Quiet, "b")
     two = second()
     pids = [first.pid, second.pid, one._pid, two._pid]
+    monkeypatch.setattr(host, "END_SECONDS", 60.0)
     began = time.monotonic()
     first.close()
-    assert time.monotonic() - began < 4.0, "it ended by itself, before it was killed"
+    assert time.monotonic() - began < 40.0, "it ended by itself, before it was killed"
     assert gone(pids[0]) and gone(pids[2]) and not gone(pids[3], 0.0)
     assert call(two, "act").value == "x"
     two.close()
@@ -554,12 +556,15 @@ os.kill(os.getpid(), 9)
     assert all(gone(pid) for pid in pids)
 
 
-def test_calls_run_side_by_side(make):
+def test_calls_run_side_by_side(make, tmp_path):
     class Slow(Ways):
         def nap(self) -> str:
-            """Sleep."""
-            time.sleep(0.3)
-            return "woke"
+            """Sleep until all four do."""
+            (tmp_path / str(os.getpid())).touch()
+            end = time.monotonic() + 20
+            while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < end:
+                time.sleep(0.01)
+            return "woke" if time.monotonic() < end else "alone"
 
     first = make(Slow)
     others = [type(first)() for _ in range(3)]
@@ -567,9 +572,7 @@ def test_calls_run_side_by_side(make):
     async def all_of_them() -> list[Any]:
         return await asyncio.gather(*(one._call_tool("nap") for one in (first, *others)))
 
-    began = time.monotonic()
     assert play(all_of_them()) == ["woke"] * 4
-    assert time.monotonic() - began < 1.1, "one after the other they take 1.2 seconds"
     for one in others:
         one._kill("done")
     assert isinstance(call(first, "nap"), Ok)

@@ -133,10 +133,10 @@ def test_an_instance_that_comes_too_late_is_closed_and_its_place_is_free():
 
     async def play():
         spec, probe = inspect_environment("env", world.factory)
-        pool = InstancePool(spec, probe, limit=2, workers=WorkerPool(), close_timeout=2.0, build_timeout=0.1)
+        pool = InstancePool(spec, probe, limit=2, workers=WorkerPool(), close_timeout=2.0, build_timeout=1.0)
         first = await pool.acquire()
         world.slow_build.clear()
-        with pytest.raises(EnvironmentFailure, match=r"the factory did not return in 0\.\d s"):
+        with pytest.raises(EnvironmentFailure, match=r"the factory did not return in [\d.]+ s"):
             await pool.acquire()
         world.slow_build.set()
         second = await pool.acquire()
@@ -329,20 +329,20 @@ def test_a_close_that_raises_or_hangs_does_not_stop_the_others(now):
 
     async def play():
         spec, probe = inspect_environment("odd", Odd)
-        pool = InstancePool(spec, probe, limit=4, workers=WorkerPool(), close_timeout=0.2)
+        pool = InstancePool(spec, probe, limit=4, workers=WorkerPool(), close_timeout=1.0)
         for _ in range(4):
             await pool.acquire()
         start = time.perf_counter()
         if now:
             pool.close_now()
         await pool.close()
-        assert time.perf_counter() - start < 1.5
+        assert time.perf_counter() - start < LIMIT
         return pool
 
     pool = run(play())
     assert sorted(closed) == [3, 4]
     assert {type(error) for error in pool.close_errors} == {OSError, EnvironmentFailure} and len(pool.close_errors) == 2
-    assert any("close() did not return in 0.2 s" in str(error) for error in pool.close_errors)
+    assert any("close() did not return in" in str(error) for error in pool.close_errors)
     gate.set()
 
 

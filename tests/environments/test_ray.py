@@ -289,7 +289,7 @@ def test_close_runs_once_within_its_limit(make: Any, tmp_path: Path) -> None:
             if self.how == "never":
                 time.sleep(3600)
 
-    factory = make(Closes, close_seconds=0.5)
+    factory = make(Closes, close_seconds=1.5)
 
     async def run() -> Any:
         spec, probe = inspect_environment("e", factory)

@@ -186,9 +186,9 @@ def test_waiting_for_the_generators_does_not_count_as_a_sync_calls_own_time(work
     lock.grace = 30.0
 
     async def run():
-        slow = asyncio.ensure_future(called(Stream(1), lambda: threading.Event().wait(0.3), workers=workers))
+        slow = asyncio.ensure_future(called(Stream(1), lambda: threading.Event().wait(2.0), workers=workers))
         await asyncio.sleep(0.02)
-        return await called(Stream(2), sync_draw, workers=workers, timeout=0.1), await slow
+        return await called(Stream(2), sync_draw, workers=workers, timeout=1.0), await slow
 
     quick, slow = asyncio.run(run())
     assert isinstance(quick, Ok) and isinstance(slow, Ok)

@@ -318,7 +318,7 @@ def test_a_hung_thread_ends_its_episode_unscored_and_its_instance_is_never_used_
 
 
 def test_episode_timeout_ends_as_truncated_and_the_reward_stands():
-    episode = play_one(Counter, lambda *_: turn(call("inc", n=1)), latency=0.05, episode_timeout=0.3)
+    episode = play_one(Counter, lambda *_: turn(call("inc", n=1)), latency=0.05, episode_timeout=1.5)
     assert episode.stop_reason is StopReason.EPISODE_TIMEOUT and episode.truncated
     assert episode.reward is not None and episode.reward >= 1
 

@@ -83,7 +83,7 @@ def test_what_was_submitted_runs_beside_and_can_be_cancelled():
 
 
 def test_what_refuses_to_be_cancelled_is_left_behind_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr("envgrad.rollout.loop.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("envgrad.rollout.loop.CLOSE_SECONDS", 0.2)
     release = threading.Event()
 
     async def stubborn():
@@ -104,5 +104,5 @@ def test_what_refuses_to_be_cancelled_is_left_behind_with_a_warning(monkeypatch,
     began = time.monotonic()
     loop.close()
     loop.close()
-    assert time.monotonic() - began < 3 and "1 asynchronous calls go on" in caplog.text
+    assert time.monotonic() - began < 15 and "1 asynchronous calls go on" in caplog.text
     assert not loop._thread.is_alive()

@@ -104,13 +104,13 @@ def test_patience_ends() -> None:
 def test_a_wait_longer_than_the_patience_is_not_begun() -> None:
     later = {"status": 429, "text": "tomorrow", "headers": {"Retry-After": "86400"}}
     began = time.monotonic()
-    outcome, requests = one(lambda body, number: later, patience=1.0)
+    outcome, requests = one(lambda body, number: later, patience=8.0)
     assert isinstance(outcome, SamplerFailure)
-    assert len(requests) == 1 and time.monotonic() - began < 0.9
+    assert len(requests) == 1 and time.monotonic() - began < 7.0
 
 
 def test_a_slow_answer_is_given_up_and_asked_for_again() -> None:
-    outcome, requests = one(lambda body, number: message("hi", delay=0.5 if number == 0 else 0.0), timeout=0.15)
+    outcome, requests = one(lambda body, number: message("hi", delay=4.0 if number == 0 else 0.0), timeout=1.0)
     assert outcome.message["content"] == "hi"
     assert len(requests) == 2
 
@@ -176,12 +176,12 @@ def test_requests_at_once_are_bounded() -> None:
 
 
 def test_a_server_that_is_gone_is_given_up_for_all() -> None:
-    """Two waves of requests take about one patience, not two."""
+    """Five waves of requests take about one patience, not five."""
     began = time.monotonic()
-    outcomes = ask(f"http://127.0.0.1:{unused_port()}/v1", times=40, patience=0.4, max_connections=8)
+    outcomes = ask(f"http://127.0.0.1:{unused_port()}/v1", times=40, patience=1.5, max_connections=8)
     assert all(isinstance(outcome, SamplerFailure) for outcome in outcomes)
     assert any("is given up for now: ConnectError" in str(outcome) for outcome in outcomes)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 6.0
 
 
 def test_a_server_that_comes_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

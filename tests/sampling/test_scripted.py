@@ -102,7 +102,7 @@ def test_sessions_closing_versions_and_context() -> None:
 
 
 def test_latency_overlaps_between_sessions() -> None:
-    sampler = ScriptedSampler([[5, 2]], latency=lambda s: 0.05)
+    sampler = ScriptedSampler([[5, 2]], latency=lambda s: 0.3)
     sessions = [session(i) for i in range(20)]
     for one in sessions:
         sampler.begin(one)
@@ -112,7 +112,7 @@ def test_latency_overlaps_between_sessions() -> None:
 
     start = time.perf_counter()
     asyncio.run(run())
-    assert 0.05 <= time.perf_counter() - start < 0.5
+    assert 0.3 <= time.perf_counter() - start < 5, "one after the other they take 6 seconds"
 
 
 def test_importing_the_protocol_and_the_script_needs_no_torch() -> None:

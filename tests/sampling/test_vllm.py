@@ -125,25 +125,25 @@ def test_a_failing_server_is_asked_again_and_a_refusing_one_ends_the_run(tmp_pat
                 began = time.monotonic()
                 with pytest.raises(SamplerFailure, match="tried for 1 s: status 500"):
                     ask(sampler, [(session("c"), [5])])
-                assert time.monotonic() - began < 4
+                assert time.monotonic() - began < 20
                 fake.interfere = lambda path, body, number: (200, '{"choices": [{"token_ids": [1, 2]}]}')
                 with pytest.raises(SamplerFailure, match="2 token ids and 0 log-probs"):
                     ask(sampler, [(session("d"), [5])])
 
 
 def test_a_slow_server_is_given_its_time_and_no_more(tmp_path: Path) -> None:
-    with fake_vllm(tiny_llama()) as fake, sampler_of(fake, folder=tmp_path, request_timeout=0.5) as sampler:
+    with fake_vllm(tiny_llama()) as fake, sampler_of(fake, folder=tmp_path, request_timeout=1.5) as sampler:
 
         def slow(path: str, body: dict[str, Any], number: int) -> None:
             if path == "/v1/completions":
-                time.sleep(0.3 if number == 0 else 3.0)
+                time.sleep(0.3 if number == 0 else 8.0)
 
         fake.interfere = slow
         ask(sampler, [(session("a"), [5])])
         began = time.monotonic()
         with pytest.raises(SamplerFailure, match=r"no answer to /v1/completions within"):
             ask(sampler, [(session("b"), [5])])
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 7
 
 
 def test_a_killed_server_ends_the_run_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_a_killed_server_ends_the_run_in_seconds(tmp_path: Path, monkeypatch: py
             began = time.monotonic()
             with pytest.raises(SamplerDied, match=rf"no vLLM server is left: {fake.url}: \w+Error"):
                 ask(sampler, [(session("a"), [5])], SamplingParams(max_tokens=200))
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 25
             with pytest.raises(SamplerDied, match="no vLLM server is left to take version 1"):
                 sampler.update_weights(1, changed(tiny_llama()))
             assert sampler.policy_version == 0
@@ -189,7 +189,7 @@ def test_a_server_that_was_started_again_waits_for_the_next_weights(tmp_path: Pa
             assert len(again.bodies()) == 1
 
 
-def _until(condition: Any, seconds: float = 5.0) -> None:
+def _until(condition: Any, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -130,8 +130,8 @@ def test_limits_of_tokens_and_turns_hold(tmp_path: Path) -> None:
 
 def test_an_episode_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
     began = time.monotonic()
-    played, _ = play(tmp_path, lambda body, number: message("hi", delay=1.0), tasks=1, episode_timeout=0.1)
-    assert time.monotonic() - began < 0.9
+    played, _ = play(tmp_path, lambda body, number: message("hi", delay=8.0), tasks=1, episode_timeout=0.5)
+    assert time.monotonic() - began < 7.0
     assert {episode.stop_reason for episode in played.groups[0].episodes} == {StopReason.EPISODE_TIMEOUT}
 
 
@@ -175,7 +175,7 @@ def test_a_dead_server_ends_the_run_soon(tmp_path: Path) -> None:
     with pytest.raises(TooManyFailures, match="ConnectError") as caught:
         play_evaluation(rollouts, eval_tasks(rollouts, "eval", 100))
     assert caught.value.__cause__ is not None
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
 
 
 def test_a_refused_request_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_the_error_of_a_group_is_raised_where_the_trainer_waits(closing):
     with pytest.raises(ZeroDivisionError, match="on the eighth"):
         for _ in range(20):
             rounds.next(Laps())
-    assert time.monotonic() - began < 5 and runner.running == 0, "the others are cancelled"
+    assert time.monotonic() - began < 20 and runner.running == 0, "the others are cancelled"
     with pytest.raises(ZeroDivisionError):
         rounds.next(Laps())
 

@@ -36,6 +36,10 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
+    def begin(self) -> None:
+        """A run begins, on all ranks: words and tickets of earlier ones are not heard in it."""
+        ...
+
     def exchange(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         """Every rank's ``data``, in the order of ranks. All ranks call it, in the same order of calls.
 
@@ -85,6 +89,9 @@ class Alone:
     rank: int = 0
     size: int = 1
 
+    def begin(self) -> None:
+        """Nothing was said."""
+
     def exchange(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         return [data]
 
@@ -120,7 +127,13 @@ class ProcessRanks:
         self._timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         store = dist.distributed_c10d._get_default_store()
-        self._store: Any = dist.distributed_c10d.PrefixStore(f"envgrad/{next(_NUMBERS)}", store)
+        place = f"envgrad/{next(_NUMBERS)}"
+        self._stores = (dist.distributed_c10d.PrefixStore(f"{place}/{run}", store) for run in itertools.count())
+        self._store: Any = next(self._stores)
+
+    def begin(self) -> None:
+        """``Ranks.begin``."""
+        self._store = next(self._stores)
 
     def exchange(self, data: bytes, while_waiting: Callable[[], None] | None = None) -> list[bytes]:
         """``Ranks.exchange``."""
@@ -234,6 +247,7 @@ class Leaving:
         self._ranks = ranks
 
     def __enter__(self) -> Leaving:
+        self._ranks.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

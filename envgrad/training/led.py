@@ -41,7 +41,6 @@ class LedRounds:
         self._source = source
         self._arrived = arrived
         self._unused = 0
-        self._turn = 0
         self.failed = False
         """whether the rollouts ended with an error that all ranks know of"""
         self.metrics: Mapping[str, float] = {}

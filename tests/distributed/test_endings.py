@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -53,6 +54,14 @@ def test_a_signal_to_one_rank_stops_all_behind_the_same_step(zygote: Zygote, tmp
     assert checkpoints(ended) == ["checkpoint-2"]
     steps = json.loads((ended.folder / "run/checkpoint-2/trainer_state.json").read_text())
     assert steps["global_step"] == 2
+
+
+def test_a_run_that_was_stopped_goes_on_in_the_same_processes(zygote: Zygote, tmp_path: Path) -> None:
+    ended = run_ranks(zygote, tmp_path, "again", 2)
+    assert ended.codes == [0, 0], ended.output(0) + ended.output(1)
+    for rank in range(2):
+        (stopped,) = re.findall(r"stopped behind step (\d)", ended.output(rank))
+        assert 2 <= int(stopped) < 9 and "ended behind step 9" in ended.output(rank)
 
 
 @pytest.mark.parametrize("pause", [0.0, 1.5])

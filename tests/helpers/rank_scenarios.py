@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import random
 import signal
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from envgrad.training import rollouts
 from envgrad.training import trainer as trainer_module
 from envgrad.training.phases import Laps
 from envgrad.training.rounds import InlineRounds
+from envgrad.training.signals import Terminated
 from helpers.models import Letters, flat, tiny_llama, tokenizer_of
 from helpers.world import call, turn
 
@@ -416,6 +419,36 @@ def asynchronous_ends(folder: Path, how: str) -> None:
         callbacks=[_OnStep(2, 0, _break) if what is None else _OnStep(2, 1, what)],
     )  # fmt: skip
     trainer.train()
+
+
+class Stuck(Closing):
+    """One reset does not end; a later one takes long enough for the first rank to look around."""
+
+    def reset(self, seed: int) -> str:
+        Stuck.resets = getattr(Stuck, "resets", 0) + 1
+        if Stuck.resets == 33:
+            time.sleep(3600)
+        if 80 <= Stuck.resets < 84:
+            time.sleep(2.0)
+        return super().reset(seed)
+
+
+def _terminate_later() -> None:
+    threading.Timer(2.0, _terminate).start()
+
+
+def again(folder: Path) -> None:
+    """A run that a signal has ended goes on in the same processes; it came to a rank that waited for rollouts."""
+    trainer = make(
+        folder, Stuck, "AsyncGRPO", max_steps=9, max_completion_length=8, save_strategy="steps", save_steps=999,
+        learning_rate=0.01, deterministic=False, max_staleness=1, reset_timeout=60.0, close_timeout=0.5,
+        callbacks=[_OnStep(2, 1, _terminate_later)],
+    )  # fmt: skip
+    with contextlib.suppress(Terminated):
+        trainer.train()
+    print("stopped behind step", trainer.state.global_step, flush=True)
+    trainer.train(resume_from_checkpoint=True)
+    print("ended behind step", trainer.state.global_step, flush=True)
 
 
 def served(folder: Path) -> None:

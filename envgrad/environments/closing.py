@@ -80,8 +80,9 @@ class Closer:
         """Close ``instance`` from the loop."""
         if not self._has_close:
             return
-        if isinstance(instance, Elsewhere) and instance.ending is not None:
-            await asyncio.wait({instance.ending})  # bounded; what ``close()`` may take begins behind it
+        ending = instance._call_ending if isinstance(instance, Elsewhere) else None
+        if ending is not None and not ending.done():
+            await asyncio.wait({ending})  # bounded; what ``close()`` may take begins behind it
         if self._threads is None:  # threads of their own: closing works even where hung tools fill the workers
             self._threads = WorkerPool(_CLOSING_THREADS, max_hung=10**6, name="envgrad-close")
         where, call = f"{self._label}'s close()", partial(_call_close, instance)

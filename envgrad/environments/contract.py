@@ -109,6 +109,7 @@ def _inspect_instance(
         has_get_feedback=_has_method(label, instance, "get_feedback", 0, example="def get_feedback(self)"),
         has_fork=_has_method(label, instance, "fork", 0, sync=True, example="def fork(self)"),
         has_start_state=_has_method(label, instance, "start_state", 0, sync=True, example="def start_state(self)"),
+        elsewhere=isinstance(instance, Elsewhere),
         copies_elsewhere=isinstance(instance, Elsewhere) and instance.may_copy,
         has_state=all(states),
         has_close=_has_method(label, instance, "close", 0, example="def close(self)"),

@@ -71,6 +71,8 @@ class EnvironmentSpec:
     has_get_feedback: bool = False
     has_fork: bool = False
     has_start_state: bool = False
+    elsewhere: bool = False
+    """instances live in other processes, with random generators of their own"""
     copies_elsewhere: bool = False
     """it lives in another process (``Elsewhere``), and siblings may be copies of it made there"""
     has_state: bool = False
@@ -212,7 +214,7 @@ class Elsewhere:
         return False
 
     @property
-    def ending(self) -> asyncio.Future[None] | None:
+    def _call_ending(self) -> asyncio.Future[None] | None:
         """Done when the last call that was cancelled has ended there, or the process has."""
         return None
 

@@ -133,7 +133,7 @@ def test_a_hung_async_call_is_cancelled(workers):
 
 
 def test_an_async_call_that_refuses_to_die_is_left_behind(workers, monkeypatch):
-    monkeypatch.setattr("envgrad.environments.boundary.CANCEL_GRACE", 0.05)
+    monkeypatch.setattr("envgrad.environments.boundary.CANCEL_LOOKS", 1)
     stop = False
 
     async def stubborn():

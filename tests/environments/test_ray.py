@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 
 from envgrad.environments.boundary import Raised, TimedOut, WorkerPool, call_user
 from envgrad.environments.contract import inspect_environment
+from envgrad.environments.executors.ray_actor import EnvironmentActor, _Chair
 from envgrad.environments.executors.ray_factory import RayFactory
 from envgrad.environments.executors.ray_options import RayOptions, Resources
 from envgrad.environments.isolation import Stream
@@ -393,6 +395,7 @@ def test_actors_are_shared_and_never_more_than_the_bound(make: Any) -> None:
 
 OWN = """
 import asyncio, os, signal, sys
+from envgrad.environments.executors.ray_actor import EnvironmentActor, _Chair
 from envgrad.environments.executors.ray_factory import RayFactory
 from envgrad.environments.executors.ray_options import RayOptions
 path = sys.argv[1]
@@ -467,3 +470,17 @@ def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
 def test_resources_that_cannot_be(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         Resources.read(given)
+
+
+def test_an_interrupt_that_comes_late_does_not_hit_the_next_call(monkeypatch):
+    killed = []
+    monkeypatch.setattr("envgrad.environments.executors.ray_actor.os.kill", lambda pid, number: killed.append(pid))
+    actor = EnvironmentActor("game", b"", [])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        actor._chairs[7] = _Chair(ours, pid=12, busy=True, asked=3)
+        actor.interrupt(7, 2)
+        actor.interrupt(8, 3)
+        assert killed == []
+        actor.interrupt(7, 3)
+        assert killed == [12]

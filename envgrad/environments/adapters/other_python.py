@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envgrad.environments.remote.client import Remote, first_remote
+from envgrad.environments.remote.client import Remote
 from envgrad.environments.remote.host import Host
+from envgrad.environments.remote.stand_in import first_remote
 from envgrad.errors import ConfigurationError
 
 

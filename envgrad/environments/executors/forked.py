@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from envgrad.environments.remote.server import flush_streams, ignore_stop_signals, serve
+from envgrad.environments.remote.instance import flush_streams
+from envgrad.environments.remote.server import ignore_stop_signals, serve
 from envgrad.environments.remote.wire import Closed
 
 

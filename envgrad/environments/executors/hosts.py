@@ -26,7 +26,7 @@ from importlib.machinery import ModuleSpec
 from envgrad.environments.boundary import Raised, guard
 from envgrad.environments.executors.forked import serve_forked
 from envgrad.environments.remote.host import ServerHost, ServerProcess, launch_server
-from envgrad.environments.remote.server import flush_streams
+from envgrad.environments.remote.instance import flush_streams
 from envgrad.environments.remote.wire import HEADER, send
 from envgrad.errors import ConfigurationError
 

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 
 from envgrad.environments.executors.hosts import ForkedHost, SpawnedHost, pickled_by_name
-from envgrad.environments.remote.client import Remote, first_remote
+from envgrad.environments.remote.client import Remote
 from envgrad.environments.remote.host import ServerHost
+from envgrad.environments.remote.stand_in import first_remote
 from envgrad.errors import ConfigurationError
 
 

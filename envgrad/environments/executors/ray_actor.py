@@ -81,6 +81,8 @@ class _Chair:
     connection: socket.socket
     pid: int = 0
     busy: bool = False
+    asked: int = 0
+    """the number of the last frame"""
     ended: bool = False
 
     def end(self) -> None:
@@ -93,7 +95,7 @@ class _Chair:
             if not self.busy:
                 self.connection.close()
 
-    async def ask(self, frame: bytes, handed: socket.socket | None = None) -> bytes:
+    async def ask(self, frame: bytes, asked: int = 0, handed: socket.socket | None = None) -> bytes:
         """Send a frame, and read the one that answers, without its length.
 
         Raises:
@@ -101,6 +103,7 @@ class _Chair:
         """
         loop = asyncio.get_running_loop()
         self.busy = True
+        self.asked = asked
         try:
             if frame:
                 await loop.sock_sendall(self.connection, frame)
@@ -172,18 +175,18 @@ class EnvironmentActor:
             self._chairs[seat] = chair
         return told
 
-    async def ask(self, seat: int, frame: bytes) -> bytes:
-        """What the instance answers to ``frame``; ``GONE`` if its process has ended."""
+    async def ask(self, seat: int, asked: int, frame: bytes) -> bytes:
+        """What the instance answers to ``frame``, of the number ``asked``; ``GONE`` if its process has ended."""
         chair = self._chairs.get(seat)
         if chair is None:
             return GONE
         try:
-            return await chair.ask(frame)
+            return await chair.ask(frame, asked)
         except Closed:
             self.leave(seat)
             return GONE
 
-    async def fork(self, seat: int, frame: bytes, copy: int) -> bytes:
+    async def fork(self, seat: int, asked: int, frame: bytes, copy: int) -> bytes:
         """``ask`` the instance for a copy of itself, which takes the seat ``copy``."""
         chair = self._chairs.get(seat)
         if chair is None:
@@ -193,7 +196,7 @@ class EnvironmentActor:
         made = _Chair(ours)
         try:
             with theirs:
-                answer = await chair.ask(frame, theirs)
+                answer = await chair.ask(frame, asked, theirs)
         except Closed:
             made.end()
             self.leave(seat)
@@ -206,10 +209,10 @@ class EnvironmentActor:
             made.end()
         return answer
 
-    def interrupt(self, seat: int) -> None:
-        """Interrupt what the instance runs."""
+    def interrupt(self, seat: int, asked: int) -> None:
+        """Interrupt what the instance runs, if that is the frame of this number: messages overtake each other."""
         chair = self._chairs.get(seat)
-        if chair is not None:
+        if chair is not None and chair.busy and chair.asked == asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chair.pid, signal.SIGUSR1)
 

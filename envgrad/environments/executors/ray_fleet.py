@@ -87,10 +87,10 @@ class Seat:
             return Closed(self.post.dead or "")
         return error
 
-    def tell(self, method: str) -> None:
+    def tell(self, method: str, *arguments: object) -> None:
         """``call``, of which nobody awaits anything."""
         if self.post.dead is None:
-            guard(getattr(self.post.actor, method).remote, self.number)
+            guard(getattr(self.post.actor, method).remote, self.number, *arguments)
 
     def fork(self) -> Seat:
         """A further seat on the same actor: a copy lives beside its original."""

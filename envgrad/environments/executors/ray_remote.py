@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import ClassVar
 
 from envgrad.environments.boundary import Raised, guard
 from envgrad.environments.executors.ray_actor import GONE
 from envgrad.environments.executors.ray_fleet import Fleet, Seat
-from envgrad.environments.remote.client import QUICK_SECONDS, Remote, remote_class
+from envgrad.environments.remote.client import QUICK_SECONDS, Remote
+from envgrad.environments.remote.stand_in import remote_class
 from envgrad.environments.remote.wire import Closed, Message, decode, pack
 from envgrad.errors import EnvironmentFailure
 
@@ -32,7 +33,7 @@ class OnRay(Remote):
         return self._dead is not None or self._seat.lost
 
     async def _send(self, loop: asyncio.AbstractEventLoop, frame: bytes) -> None:
-        self._reply = self._called("ask", frame)
+        self._reply = self._called("ask", self._asked, frame)
 
     async def _receive(self, loop: asyncio.AbstractEventLoop) -> Message:
         if self._reply is None:
@@ -45,13 +46,15 @@ class OnRay(Remote):
                 reply.cancel()
         return self._told(guard(reply.result))
 
-    def _exchange(self, frame: bytes, seconds: float | None) -> Message:
-        return self._wait(lambda: self._called("ask", frame), seconds)
+    def _begin_now(self, frame: bytes, seconds: float | None) -> None:
+        self._reply = self._called("ask", self._asked, frame)
 
-    def _wait(self, call: Callable[[], Future[bytes]], seconds: float | None) -> Message:
-        made = guard(call().result, seconds)
-        if isinstance(made, Raised) and isinstance(made.error, TimeoutError):
-            raise made.error
+    def _answer_now(self, seconds: float | None) -> Message | None:
+        if self._reply is None:
+            raise AssertionError("nothing was asked")
+        made = guard(self._reply.result, seconds)
+        if isinstance(made, Raised) and isinstance(made.error, TimeoutError) and not self._reply.done():
+            return None
         return self._told(made)
 
     def _called(self, method: str, *arguments: object) -> Future[bytes]:
@@ -73,7 +76,7 @@ class OnRay(Remote):
         return decode(data)
 
     def _signal(self) -> None:
-        self._seat.tell("interrupt")
+        self._seat.tell("interrupt", self._asked)
 
     def _end(self) -> None:
         self._seat.leave()
@@ -81,12 +84,12 @@ class OnRay(Remote):
     def _fork(self) -> Remote:
         frame = self._begin("fork", {})
         copy, made = self._seat.fork(), False
+
+        def begin() -> None:
+            self._reply = self._called("fork", self._asked, frame, copy.number)
+
         try:
-            self._now(
-                "fork",
-                QUICK_SECONDS,
-                lambda: self._wait(lambda: self._called("fork", frame, copy.number), QUICK_SECONDS),
-            )
+            self._now("fork", QUICK_SECONDS, begin)
             made = True
         finally:
             if not made:

@@ -7,8 +7,9 @@
               process ended if it does not obey
 
 A call that is cancelled (a time-out, the end of the run) is interrupted in the other process; if that does not help
-within ``OBEY_SECONDS`` the process is killed with all that it started, and the instance is of no use any more: its next
-member raises ``EnvironmentFailure``, so that the episode is played anew on a fresh one.
+within five seconds the process is killed with all that it started, and the instance is of no use any more: its next
+member raises ``EnvironmentFailure``, so that the episode is played anew on a fresh one. So it does where a call had to
+be interrupted twice, which may have cut its cleaning up; such an instance is still closed.
 """
 
 from __future__ import annotations
@@ -23,25 +24,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from envgrad.environments.members import RESERVED_NAMES, StepResult, ToolResult
-from envgrad.environments.remote.described import reset_signature, tool_specs
+from envgrad.environments.boundary import LOOK_SECONDS
+from envgrad.environments.members import RESERVED_NAMES, ToolResult
+from envgrad.environments.remote.described import tool_specs
 from envgrad.environments.remote.host import ServerHost
-from envgrad.environments.remote.wire import HEADER, Closed, Message, decode, encode, pack, rebuild_error, receive, send
+from envgrad.environments.remote.wire import (
+    HEADER,
+    Closed,
+    Message,
+    decode,
+    encode,
+    is_readable,
+    pack,
+    rebuild_error,
+    receive,
+    send,
+)
 from envgrad.environments.sources import hash63
 from envgrad.environments.spec import Elsewhere
 from envgrad.environments.tools import ToolSpec
 from envgrad.errors import EnvironmentFailure, EpisodeDone
 
-OBEY_SECONDS = 5.1
-"""how long an interrupted call may take to end before its process is killed"""
 OBEY_LOOKS = 34
-"""in which that is waited: counted, for where the whole machine stands still, no time has been given to the process"""
+"""``LOOK_SECONDS`` that an interrupted call may take to end before its process is killed; counted, for where the whole
+machine stands still, no time has been given to the process"""
 QUICK_SECONDS = 60.0
-"""limit of what is asked without a time-out of its own: counts of tasks, states, forks"""
+"""limit of what is asked without a loop: counts of tasks, states, forks; who waits for them may have a shorter one"""
 
 
 class Remote(Elsewhere):
-    """One instance in its own process. ``remote_class`` adds the members that its environment has."""
+    """One instance in its own process. ``stand_in`` adds the members that its environment has."""
 
     host: ClassVar[ServerHost]
     described: ClassVar[Message]
@@ -59,6 +71,8 @@ class Remote(Elsewhere):
 
     def _set_out(self) -> None:
         self._dead: str | None = None
+        self._torn = False
+        """a call was interrupted in its own cleaning up, perhaps"""
         self._asked = 0
         self._waiting = False
         self._lock = threading.Lock()
@@ -72,7 +86,7 @@ class Remote(Elsewhere):
         return self._dead is not None
 
     @property
-    def ending(self) -> asyncio.Future[None] | None:
+    def _call_ending(self) -> asyncio.Future[None] | None:
         return self._ending
 
     # -- the way there and back: ``executors.ray_remote`` has another
@@ -93,13 +107,20 @@ class Remote(Elsewhere):
             parts += part
         return bytes(parts)
 
-    def _exchange(self, frame: bytes, seconds: float | None) -> Message:
-        """Send and receive without a loop."""
-        return self._exchange_by(lambda: send(self._connection, frame), seconds)
+    def _begin_now(self, frame: bytes, seconds: float | None) -> None:
+        """``_send`` without a loop.
 
-    def _exchange_by(self, begin: Callable[[], None], seconds: float | None) -> Message:
+        Raises:
+            TimeoutError: not within ``seconds``.
+        """
         self._connection.settimeout(seconds)
-        begin()
+        send(self._connection, frame)
+
+    def _answer_now(self, seconds: float | None) -> Message | None:
+        """``_receive`` without a loop; None: nothing has come within ``seconds``."""
+        if not is_readable(self._connection, seconds):
+            return None
+        self._connection.settimeout(QUICK_SECONDS)
         answer = receive(self._connection)
         self._connection.setblocking(False)
         return answer
@@ -121,12 +142,12 @@ class Remote(Elsewhere):
             frame = self._begin("fork", {})
 
             def begin() -> None:
-                send(self._connection, frame)
+                self._begin_now(frame, QUICK_SECONDS)
                 socket.send_fds(self._connection, [b"f"], [theirs.fileno()])
 
             with contextlib.ExitStack() as undo:
                 undo.enter_context(ours)
-                value = self._now("fork", QUICK_SECONDS, lambda: self._exchange_by(begin, QUICK_SECONDS))
+                value = self._now("fork", QUICK_SECONDS, begin)
                 undo.pop_all()
         return type(self)(ours, int(value["pid"]))
 
@@ -136,56 +157,78 @@ class Remote(Elsewhere):
         frame = self._begin(operation, arguments)
         loop = asyncio.get_running_loop()
         self._waiting = True
-        reading: asyncio.Future[Message] | None = None
+        reading = asyncio.ensure_future(self._converse(loop, frame))
         try:
-            await self._send(loop, frame)
-            reading = asyncio.ensure_future(self._receive(loop))
             # shielded: an answer that has arrived when this call is cancelled must not go with it
             answer = await asyncio.shield(reading)
+            self._waiting = False
         except asyncio.CancelledError:
             self._ending = asyncio.ensure_future(self._interrupt(reading))
             await asyncio.shield(self._ending)  # cancelled again, it goes on, and close() waits for it
             raise
         except (OSError, Closed) as error:
             raise self._died(operation) from error
-        self._waiting = False
+        finally:
+            left = self._waiting and self._dead is None and (self._ending is None or self._ending.done())
+            if left:  # dropped in another way, as by the end of its coroutine
+                self._ending = loop.create_task(self._interrupt(reading))
         return self._read(answer)
 
-    async def _interrupt(self, reading: asyncio.Future[Message] | None) -> None:
-        """End the call in the other process, or that process. ``reading``: its answer; None: it was not sent whole."""
+    async def _converse(self, loop: asyncio.AbstractEventLoop, frame: bytes) -> Message:
+        await self._send(loop, frame)
+        return await self._receive(loop)
+
+    async def _interrupt(self, reading: asyncio.Future[Message]) -> None:
+        """End the call in the other process, or that process. ``reading``: its answer."""
         for _ in range(OBEY_LOOKS):
-            if reading is None or reading.done():
+            if reading.done():
                 break
             self._signal()  # again and again: it may not have begun yet
-            await asyncio.wait({reading}, timeout=OBEY_SECONDS / OBEY_LOOKS)
-        if reading is not None and reading.done() and not reading.cancelled() and reading.exception() is None:
+            await asyncio.wait({reading}, timeout=LOOK_SECONDS)
+        if reading.done() and not reading.cancelled() and reading.exception() is None:
+            self._torn = self._torn or bool(reading.result().get("torn"))
             self._waiting = False
             return
-        if reading is not None:
-            reading.cancel()
+        reading.cancel()
         self._kill("a call ran past its limit and did not stop")
 
     def _ask_now(self, operation: str, *, seconds: float | None = QUICK_SECONDS, **arguments: object) -> Any:
         """``_ask`` without a loop, for members that are not async."""
         frame = self._begin(operation, arguments)
-        return self._now(operation, seconds, lambda: self._exchange(frame, seconds))
+        return self._now(operation, seconds, lambda: self._begin_now(frame, seconds))
 
-    def _now(self, operation: str, seconds: float | None, exchange: Callable[[], Message]) -> Any:
-        """``exchange`` asks, and waits for the answer here."""
-        self._waiting, answered = True, False
+    def _now(self, operation: str, seconds: float | None, begin: Callable[[], None]) -> Any:
+        """``begin`` asks; wait for the answer here."""
+        self._waiting, answer, late = True, None, ""
         try:
-            answer = exchange()
-            answered = True
-        except TimeoutError as error:
-            self._kill(f"{operation} took longer than {seconds:.3g} s")
-            raise EnvironmentFailure(f"{operation} took longer than {seconds:.3g} s; its process was ended") from error
+            begin()
+            answer = self._answer_now(seconds)
+            if answer is None:
+                late = f"{operation} took longer than {seconds:.3g} s"
+                answer = None if operation == "close" else self._insist()
+        except TimeoutError:
+            late = f"{operation} took longer than {seconds:.3g} s"
         except (OSError, Closed) as error:
             raise self._died(operation) from error
         finally:
-            if not answered:  # interrupted: it is still due, and would be taken for the next one's
-                self._kill(f"its caller was interrupted in {operation}")
+            if answer is None:  # or its caller was interrupted: it is still due, and would be taken for the next one's
+                self._kill(late or f"its caller was interrupted in {operation}")
+        if answer is None:
+            raise EnvironmentFailure(f"{late}; its process was ended")
         self._waiting = False
+        if late:
+            raise EnvironmentFailure(f"{late}, and was interrupted")
         return self._read(answer)
+
+    def _insist(self) -> Message | None:
+        """``_interrupt`` without a loop; None: it does not obey."""
+        for _ in range(OBEY_LOOKS):
+            self._signal()
+            answer = self._answer_now(LOOK_SECONDS)
+            if answer is not None:
+                self._torn = self._torn or bool(answer.get("torn"))
+                return answer
+        return None
 
     def _packed(self, value: Mapping[str, object], what: str) -> Message:
         return pack(value, what) if self.host.same_python else {"plain": value}
@@ -193,6 +236,8 @@ class Remote(Elsewhere):
     def _begin(self, operation: str, arguments: Mapping[str, object]) -> bytes:
         if self._dead is not None:
             raise EnvironmentFailure(f"the environment's process has ended: {self._dead}")
+        if self._torn and operation != "close":
+            raise EnvironmentFailure("a call had to be interrupted twice, which may have cut its cleaning up")
         if self._waiting:
             raise EnvironmentFailure(f"{operation} was asked while another call runs in the environment's process")
         self._asked += 1
@@ -247,19 +292,27 @@ class Remote(Elsewhere):
         return self._ask_now("start_state")
 
     def close(self) -> None:
-        """Close the instance, and end its process."""
-        for _ in range(round(OBEY_SECONDS / 0.005)):
-            if not self._waiting or self._dead is not None:
-                break
-            time.sleep(0.005)  # a cancelled call is being interrupted, beside this thread
+        """Close the instance, and end its process.
+
+        Raises:
+            EnvironmentFailure: it could not be closed, since a call runs that does not stop.
+        """
         try:
-            if self._dead is None and not self._waiting:
+            for look in range(round(OBEY_LOOKS * LOOK_SECONDS / 0.005)):
+                if not self._waiting or self._dead is not None:
+                    break
+                if look % 30 == 1:  # of a thread that waits in vain, or cancelled, and interrupted by the loop as well
+                    self._signal()
+                time.sleep(0.005)
+            if self._dead is None:
                 self._ask_now("close", seconds=self.close_seconds)
         finally:
             self._kill("it was closed")
 
     def __deepcopy__(self, memo: object) -> Remote:
-        return _forked(self)
+        copy = self._fork()
+        copy.done, copy._tools = self.done, self._tools
+        return copy
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the environment, for reward functions that look at it: what JSON can carry, or a method."""
@@ -274,105 +327,3 @@ class Remote(Elsewhere):
             return self._ask_now("invoke", name=name, packed=packed)
 
         return call
-
-
-def remote_class(
-    host: ServerHost | None,
-    described: Message,
-    name: str,
-    close_seconds: float | None = None,
-    way: type[Remote] | None = None,
-) -> type[Remote]:
-    """The class that stands for the environment ``described`` by its own process.
-
-    ``way``: a subclass that goes there otherwise than by sockets of ``host``'s.
-    """
-    described = described | {"counts": {}}
-    members: dict[str, object] = {"host": host, "described": described, "determinism": described["determinism"]}
-    members |= {"close_seconds": close_seconds, "may_copy": described["may_copy"]}
-    members["reset"] = _reset_member(described)
-    wanted = {"step": described["step_protocol"], "num_tasks": described["finite"]}
-    wanted |= dict.fromkeys(described["members"], True) | {"close": False}
-    if described["has_state"]:
-        wanted |= {"state_dict": True, "load_state_dict": True}
-    members |= {member: _MEMBERS[member] for member, has in wanted.items() if has}
-    base: type[Remote] = _FreeText if described["step_protocol"] else Remote
-    bases: tuple[type[Remote], ...] = (base,) if way is None else (way,) if base is Remote else (way, base)
-    return type(name, bases, members)
-
-
-class _FreeText(Remote):
-    tools = None  # type: ignore[assignment]
-
-
-async def _step(self: Remote, message: str) -> StepResult:
-    value = await self._ask("step", message=message)
-    if "ended" in value:
-        return StepResult(value["ended"], done=True)
-    return StepResult(value["observation"], value["reward"], value["over"])
-
-
-async def _get_reward(self: Remote) -> object:
-    return await self._ask("get_reward")
-
-
-async def _get_feedback(self: Remote) -> object:
-    return await self._ask("get_feedback")
-
-
-async def _read_chat(self: Remote, messages: list[Any]) -> None:
-    await self._ask("read_chat", messages=messages)
-
-
-def _num_tasks(self: Remote, split: str) -> object:
-    counts: dict[str, object] = self.described["counts"]  # asked once: the instance may be playing later, or be closed
-    if split not in counts:
-        counts[split] = self._ask_now("num_tasks", split=split)
-    return counts[split]
-
-
-def _state_dict(self: Remote) -> object:
-    return self._ask_now("state_dict")
-
-
-def _load_state_dict(self: Remote, state: object) -> None:
-    self._ask_now("load_state_dict", state=state)
-
-
-def _forked(self: Remote) -> Remote:
-    copy = self._fork()
-    copy.done, copy._tools = self.done, self._tools
-    return copy
-
-
-_MEMBERS: dict[str, object] = {
-    "step": _step,
-    "get_reward": _get_reward,
-    "get_feedback": _get_feedback,
-    "read_chat": _read_chat,
-    "num_tasks": _num_tasks,
-    "state_dict": _state_dict,
-    "load_state_dict": _load_state_dict,
-    "fork": _forked,
-}
-
-
-def _reset_member(described: Message) -> object:
-    async def reset(self: Remote, **given: object) -> object:
-        return await self._reset(given)
-
-    reset.__signature__ = reset_signature(described)  # type: ignore[attr-defined]
-    return reset
-
-
-def first_remote(host: ServerHost, name: str | None = None, close_seconds: float | None = None) -> Remote:
-    """The first instance of ``host``, of a class made from what it says of itself; ``name``: of the class.
-
-    Raises:
-        EnvironmentFailure: the factory raised, or did not return in time.
-        EnvironmentContractError: what breaks the contract, or needs siblings or sampler beside it.
-    """
-    connection, greeting = host.meet()
-    described: Message = greeting["described"]
-    made = remote_class(host, described, name or str(described["name"]), close_seconds)
-    return made(connection, int(greeting["pid"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from envgrad.environments.remote.wire import Closed, Message, rebuild_error, receive
+from envgrad.environments.remote.wire import Closed, Message, is_readable, rebuild_error, receive
 from envgrad.errors import ConfigurationError, EnvironmentFailure
 
 START_SECONDS = 120.0
@@ -122,7 +121,7 @@ class ServerHost:
         raise NotImplementedError
 
     def _greet(self, control: socket.socket) -> None:
-        ready, _, _ = select.select([control], [], [], START_SECONDS)
+        ready = is_readable(control, START_SECONDS)
         greeting: Message
         try:
             greeting = receive(control) if ready else {}
@@ -235,7 +234,7 @@ def _end(process: ServerProcess, control: socket.socket) -> None:
 
 
 def _await_greeting(connection: socket.socket) -> Message:
-    ready, _, _ = select.select([connection], [], [], START_SECONDS)
+    ready = is_readable(connection, START_SECONDS)
     if not ready:
         connection.close()
         raise EnvironmentFailure(f"the environment's process did not start in {START_SECONDS:.0f} s")

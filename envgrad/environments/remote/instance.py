@@ -7,11 +7,11 @@ runs what is async. A watching thread ends the process, and all that it started,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import inspect
 import io
-import math
 import os
 import random
 import select
@@ -19,12 +19,11 @@ import signal
 import socket
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from envgrad.environments.boundary import Ok, Raised, as_exception, guard, guard_in_thread
 from envgrad.environments.closing import call_all_now
@@ -44,9 +43,9 @@ SHORT = 120
 """characters of a state's value that are shown where two differ"""
 
 PROBE_CLOSE_SECONDS = 10.0
-INSIST_SECONDS = 2.2
-"""that a call gets for its ``finally`` before an interrupt hits it again, for the first may have gone unheard: raised
-in a finalizer, say"""
+INSIST = 15
+"""interrupts after which one is raised again, for the first may have gone unheard, as in a finalizer; until then the
+call has time for its ``finally``"""
 
 
 class Interrupted(BaseException):
@@ -173,8 +172,8 @@ class _Desk:
     loop: asyncio.AbstractEventLoop
     busy: bool = False
     """user code runs: an interrupt may hit it"""
-    interrupted: float = -math.inf
-    """when one did, in seconds of ``time.monotonic``"""
+    interrupts: int = 0
+    """that this call has got"""
     tools: tuple[ToolSpec, ...] = field(default=())
 
     def serve(self) -> None:
@@ -185,17 +184,13 @@ class _Desk:
                 request = receive(self.connection)
             except Closed:
                 return
-            answer = self._answer(request)
+            operation = str(request["op"])
+            answer = self._answer(operation, request["arguments"])
+            if operation != "close" and "interrupted" not in answer:
+                answer |= self._done(operation)
             answer["id"] = request["id"]
-            if self.spec.has_done or hasattr(self.instance, "done"):
-                done = guard(self.spec.read_done, self.instance)
-                if not isinstance(done, Raised):
-                    answer["done"] = done.value
-                elif request["op"] in ("call", "step"):
-                    failure = EnvironmentFailure(f"done raised {type(done.error).__name__}: {done.error}")
-                    answer = {"id": request["id"], "error": describe_error(failure)}
-            self._reply(answer, str(request["op"]))
-            if request["op"] == "close":
+            self._reply(answer, operation)
+            if operation == "close":
                 return
 
     def _reply(self, answer: Message, what: str) -> None:
@@ -206,23 +201,45 @@ class _Desk:
             send(self.connection, made.value)  # type: ignore[arg-type]
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.busy and time.monotonic() - self.interrupted >= INSIST_SECONDS:
-            self.interrupted = time.monotonic()
-            raise Interrupted
+        if self.busy:
+            self.interrupts += 1
+            if self.interrupts % INSIST == 1:
+                raise Interrupted
 
-    def _answer(self, request: Message) -> Message:
-        operation = getattr(self, f"_do_{request['op']}")
+    def _run_user(self, function: Callable[[], object]) -> Ok | Raised:
+        """Call what an interrupt may hit; ``sys.exit()`` in it is the user's too."""
         try:
-            self.interrupted, self.busy = -math.inf, True
-            made = guard_in_thread(functools.partial(operation, **request["arguments"]))  # sys.exit() is the user's too
+            self.interrupts, self.busy = 0, True
+            made = guard_in_thread(function)
             self.busy = False
         except Interrupted:
             self.busy = False
             made = Raised(as_exception(Interrupted()), 0.0)
+        return made
+
+    def _interrupted(self) -> Message:
+        self._drop_tasks()
+        return {"interrupted": True, "torn": self.interrupts > INSIST}
+
+    def _done(self, operation: str) -> Message:
+        """What ``done`` says, which may be a property, or come and go."""
+        made = self._run_user(
+            lambda: self.spec.read_done(self.instance) if self.spec.has_done or hasattr(self.instance, "done") else None
+        )
+        if not isinstance(made, Raised):
+            return {} if made.value is None else {"done": made.value}
+        if isinstance(made.error.__cause__, Interrupted):
+            return self._interrupted()
+        if operation not in ("call", "step"):
+            return {}
+        failure = EnvironmentFailure(f"done raised {type(made.error).__name__}: {made.error}")
+        return {"error": describe_error(failure)}
+
+    def _answer(self, operation: str, arguments: Mapping[str, Any]) -> Message:
+        made = self._run_user(functools.partial(getattr(self, f"_do_{operation}"), **arguments))
         if isinstance(made, Raised):
             if isinstance(made.error.__cause__, Interrupted):
-                self._drop_tasks()
-                return {"interrupted": True}
+                return self._interrupted()
             if isinstance(made.error, EpisodeDone):
                 return {"value": {"ended": result_text(made.error.observation)}}
             return {"error": describe_error(made.error)}
@@ -333,7 +350,7 @@ class _Desk:
                 _watch(self.connection)
                 self.serve()
             finally:
-                os._exit(0)
+                end_with_programs(0)
         finally:
             os.close(fd)
 
@@ -342,6 +359,21 @@ def _pictured(value: object, path: str) -> list[str]:
     picture = repr(Walker().walk(value, path))
     shown = repr(value)
     return [hashlib.blake2b(picture.encode(errors="replace"), digest_size=12).hexdigest(), shown[:SHORT]]
+
+
+def end_with_programs(status: int) -> NoReturn:
+    """End this process, and the programs that it has started, whoever sees the socket's end first."""
+    flush_streams()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(status)
+
+
+def flush_streams() -> None:
+    """What was printed is not lost by ``os._exit``, nor printed twice by a fork."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.flush()
 
 
 def seed_generators(seed: int) -> None:

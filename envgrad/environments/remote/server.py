@@ -4,7 +4,7 @@ It runs no threads and no user code beyond imports, so a fork is safe and takes 
 socket carries the instance's end of a socket pair. It ends when its control socket does, that is with the process that
 started it, and takes with it the instances and what they started.
 
-Run as ``python -c BOOTSTRAP`` (see ``client``), with the control socket's number and the target as arguments.
+Run as ``python -c BOOTSTRAP`` (see ``host``), with the control socket's number and the target as arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from envgrad.environments.boundary import Raised, guard
-from envgrad.environments.remote.instance import serve_instance
+from envgrad.environments.remote.instance import end_with_programs, serve_instance
 from envgrad.environments.remote.wire import Closed, describe_error, encode, receive_bytes, send
 from envgrad.environments.tools import build_tool
 from envgrad.errors import ConfigurationError
@@ -126,17 +126,7 @@ def _fork_instance(control: socket.socket, fd: int, factory: Callable[[], object
         serve_instance(socket.socket(fileno=fd), factory)
         status = 0
     finally:
-        flush_streams()
-        if os.getpgrp() == os.getpid():  # programs that it has started end with it, whoever sees the socket's end first
-            os.killpg(0, signal.SIGKILL)
-        os._exit(status)
-
-
-def flush_streams() -> None:
-    """What was printed is not lost by ``os._exit``, nor printed twice by a fork."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.flush()
+        end_with_programs(status)
 
 
 def ignore_stop_signals() -> None:

@@ -78,16 +78,6 @@ class Counter:
             time.sleep(seconds)
         return "slept"
 
-    def sleep_deaf(self, seconds: float) -> str:
-        """Wait, and first where an exception is lost.
-
-        Args:
-            seconds: how long
-        """
-        _Deaf()
-        time.sleep(seconds)
-        return "slept"
-
     def hang_hard(self) -> str:
         """Hang where no signal handler runs."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -114,6 +104,54 @@ class Counter:
 
     def get_reward(self):
         return {"hit": float(self.count == self.goal), "style": None}
+
+
+class Stubborn:
+    """Hangs in more than its tools, and writes down that it is closed."""
+
+    def __init__(self, log: str):
+        self.log, self.ending, self.hangs = log, "mate", False
+
+    def reset(self, seed: int):
+        return "Go."
+
+    def sleep_deaf(self) -> str:
+        """Wait, and first where an exception is lost."""
+        _Deaf()
+        time.sleep(60)
+        return "slept"
+
+    def read(self, text: str) -> str:
+        """Read.
+
+        Args:
+            text: long
+        """
+        return str(len(text))
+
+    def hang_in_done(self) -> str:
+        """Let `done` hang."""
+        self.hangs = True
+        return "ok"
+
+    @property
+    def done(self) -> bool:
+        if self.hangs:
+            time.sleep(60)
+        return False
+
+    def state_dict(self) -> dict[str, int]:
+        time.sleep(60)
+        return {}
+
+    def load_state_dict(self, state) -> None: ...
+
+    def get_reward(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        with open(self.log, "a") as file:
+            file.write("closed\n")
 
 
 class Parrot:

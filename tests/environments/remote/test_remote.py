@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from envgrad.environments.adapters.other_python import OtherPython
-from envgrad.environments.boundary import Raised, TimedOut, WorkerPool, call_user
+from envgrad.environments.boundary import Raised, TimedOut, WorkerPool, call_user, guard
 from envgrad.environments.contract import inspect_environment
 from envgrad.environments.members import StepResult, ToolResult
 from envgrad.environments.remote.wire import encode
@@ -116,7 +117,7 @@ def test_the_ways_in_which_a_call_ends(counter):
     assert play(call(counter, "wait", seconds=0.01)).value == "waited"
 
 
-@pytest.mark.parametrize("tool", ["sleep", "wait", "sleep_deaf"])
+@pytest.mark.parametrize("tool", ["sleep", "wait"])
 def test_a_call_past_its_limit_is_interrupted_and_the_instance_goes_on(counter, tool):
     play(counter.reset(seed=0))
     play(call(counter, "add", n=3))
@@ -139,6 +140,71 @@ def test_a_process_that_stands_still_is_given_time_to_obey(counter):
     late = play(stalled())
     assert isinstance(late, TimedOut) and late.killable
     assert play(call(counter, "add")).value == "now 1"
+
+
+@pytest.fixture
+def stubborn(tmp_path):
+    """An instance, which must have been closed once at the end."""
+    log = tmp_path / "log"
+    factory = game("Stubborn", log=str(log))
+    instance = factory()
+    play(instance.reset(seed=0))
+    yield instance
+    instance.close()
+    factory.close()
+    assert log.read_text() == "closed\n"
+
+
+def test_an_interrupt_that_nobody_heard_is_sent_again_and_the_instance_is_only_closed(stubborn):
+    late = play(call(stubborn, "sleep_deaf", timeout=0.2))
+    assert isinstance(late, TimedOut) and late.killable
+    after = play(call(stubborn, "read", text=""))
+    assert isinstance(after, Raised) and "interrupted twice" in str(after.error)
+
+
+def test_done_that_hangs_is_interrupted_like_the_call_before_it(stubborn):
+    late = play(call(stubborn, "hang_in_done", timeout=0.3))
+    assert isinstance(late, TimedOut) and late.killable
+
+
+def test_what_is_asked_without_a_loop_is_interrupted_past_its_limit(stubborn, monkeypatch):
+    with pytest.raises(EnvironmentFailure, match=r"state_dict took longer than 0\.3 s, and was interrupted"):
+        stubborn._ask_now("state_dict", seconds=0.3)
+    assert play(call(stubborn, "read", text="four")).value == "4"
+    assert stubborn.ending == "mate", "an attribute of the environment's own"
+
+
+def test_close_interrupts_what_another_thread_waits_for(stubborn):
+    waiting = threading.Thread(target=guard, args=(stubborn.state_dict,))
+    waiting.start()
+    while not stubborn._waiting:
+        time.sleep(0.005)
+    stubborn.close()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_a_call_that_is_not_sent_whole_when_its_time_is_over_costs_no_instance(stubborn):
+    os.kill(stubborn._pid, signal.SIGSTOP)
+
+    async def stalled():
+        asyncio.get_running_loop().call_later(1.0, os.kill, stubborn._pid, signal.SIGCONT)
+        return await call(stubborn, "read", timeout=0.3, text=4_000_000 * "x")
+
+    late = play(stalled())
+    assert isinstance(late, TimedOut) and late.killable
+    assert play(call(stubborn, "read", text="four")).value == "4"
+
+
+def test_a_call_whose_coroutine_is_dropped_is_interrupted(stubborn):
+    async def dropped():
+        asking = stubborn._call_tool("hang_in_done")
+        asking.send(None)
+        asking.close()
+        await stubborn._call_ending
+
+    play(dropped())
+    assert not stubborn._waiting and not stubborn.process_lost
 
 
 def test_a_call_that_does_not_obey_is_killed_with_its_process(counter):

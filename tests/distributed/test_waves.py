@@ -118,7 +118,7 @@ def test_no_task_is_played_twice_or_lost_on_any_number_of_ranks(
 def test_a_rank_that_is_done_takes_what_a_slow_one_has_left() -> None:
     def run(ranks: ThreadRanks) -> tuple[Rounds, Any, list[int]]:
         # Two groups at once on each rank at the most: twelve are in play or wait for whoever is done.
-        return play_rounds(ranks, "", 4, at_once=1, latency=lambda _: 0.0 if ranks.rank else 0.05)
+        return play_rounds(ranks, "", 4, at_once=1, latency=lambda _: 0.0 if ranks.rank else 0.3)
 
     slow, quick = on_threads(2, run)
     assert len(slow[2]) + len(quick[2]) == 12 and len(quick[2]) > len(slow[2])

@@ -22,6 +22,8 @@ class World:
         self.opened: list[object] = []
         self.closed: list[object] = []
         self.broken = False
+        self.building = False
+        """whether a second instance has been asked for"""
         self.forks: list[object] = []
         """what `fork()` returns instead of new instances"""
         self.slow_build = threading.Event()
@@ -29,6 +31,7 @@ class World:
 
     def factory(self):
         if self.opened:
+            self.building = True
             self.slow_build.wait(LIMIT)
         if self.broken:
             raise OSError("no container left")
@@ -291,7 +294,8 @@ def test_a_fork_that_comes_too_late_is_closed(cancelled):
         first = await pool.acquire()
         world.slow_build.clear()
         forking = asyncio.create_task(pool.fork(first, timeout=None if cancelled else 0.05))
-        await asyncio.sleep(0.02)
+        while cancelled and not world.building:
+            await asyncio.sleep(0.005)
         if cancelled:
             forking.cancel()
         with pytest.raises(asyncio.CancelledError if cancelled else EnvironmentFailure):
@@ -329,7 +333,7 @@ def test_a_close_that_raises_or_hangs_does_not_stop_the_others(now):
 
     async def play():
         spec, probe = inspect_environment("odd", Odd)
-        pool = InstancePool(spec, probe, limit=4, workers=WorkerPool(), close_timeout=1.0)
+        pool = InstancePool(spec, probe, limit=4, workers=WorkerPool(), close_timeout=3.0)
         for _ in range(4):
             await pool.acquire()
         start = time.perf_counter()

@@ -26,7 +26,7 @@ from helpers.world import call, turn
 
 FAILING = 0.05
 """share of the calls of each member that fail"""
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 SIBLINGS = 4
 
 
@@ -110,7 +110,7 @@ def _trainer(folder: Path, algorithm: str, environment: type, groups: int, round
     settings = {
         "max_steps": rounds, "per_device_train_batch_size": groups // rounds * SIBLINGS, "num_generations": SIBLINGS,
         "max_concurrent_episodes": 32, "max_episode_retries": 1, "max_turns": 4, "tool_timeout": TIMEOUT,
-        "reset_timeout": TIMEOUT, "reward_timeout": TIMEOUT, "close_timeout": 0.5, "logging_steps": 1,
+        "reset_timeout": TIMEOUT, "reward_timeout": TIMEOUT, "close_timeout": 2.0, "logging_steps": 1,
     }  # fmt: skip
     return Kind(algorithm).make(
         folder / "run", model=sober_llama(), environment_factory=environment, options=settings | options
@@ -149,9 +149,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _left(hung: int = 0) -> dict[str, Any]:
-    """Idle threads have been told to end, and end soon."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end and sum(one.name == "envgrad-environment" for one in threading.enumerate()) > hung:
+    """Idle threads have been told to end, and end soon. ``hung``: those that environments hold."""
+    end, names = time.monotonic() + 20, {"envgrad-environment", "envgrad-close"}
+    while time.monotonic() < end and sum(one.name in names for one in threading.enumerate()) > hung:
         time.sleep(0.01)
     return {
         "files": len(os.listdir("/proc/self/fd")),
@@ -179,8 +179,9 @@ def chaos(folder: Path, algorithm: str, executor: str, groups: str, rounds: str,
     logged = [entry for entry in trainer.state.log_history if "failures/total" in entry]
     last = trainer.state.log_history[-1]
     del trainer
+    after = _left(tally.hung + book.counts()["close", "hang"])
     print(json.dumps({
-        "steps": steps, "seen": seen, "before": before, "after": _left(tally.hung), "cpu": seconds,
+        "steps": steps, "seen": seen, "before": before, "after": after, "cpu": seconds,
         "tally": {"faults": tally.faults, "failures": tally.failures, "dropped": tally.dropped,
                   "groups": tally.groups, "episodes": tally.episodes, "closes": tally.closes, "hung": tally.hung},
         "lines": tally.lines(), "logged": logged, "last": last,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -236,11 +237,13 @@ def test_a_first_group_without_any_reward_is_an_error_that_says_so():
 
 @pytest.mark.parametrize("way_out", ["end", "error", "interrupt"])
 def test_every_instance_is_closed_exactly_once_on_every_way_out(way_out):
-    factory = fresh(Counter)
+    factory, asked = fresh(Counter), itertools.count()
 
     def script(prompt_ids, params, session):
         if way_out == "error" and session.order == (1, 1, 0):
             raise ZeroDivisionError("a bug of ours")
+        if way_out == "interrupt" and next(asked) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
         return turn(call("inc", n=1)) if way_out == "interrupt" else turn("x")
 
     def run():
@@ -253,7 +256,6 @@ def test_every_instance_is_closed_exactly_once_on_every_way_out(way_out):
         with pytest.raises(ZeroDivisionError):
             run()
     else:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
         try:
             with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -142,6 +143,7 @@ def test_damaged_weights_are_named_with_what_is_kept() -> None:
 
 
 def test_no_room_is_named_and_nothing_stays_open() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -150,7 +152,7 @@ def test_no_room_is_named_and_nothing_stays_open() -> None:
             write_weights({"a": torch.ones(100_000)}, 5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # -- models

@@ -103,13 +103,13 @@ def test_a_server_that_is_too_slow_fails_episodes_and_too_many_of_them_end_the_r
 
         def slow(path: str, body: dict[str, Any], number: int) -> None:
             if path == "/v1/completions" and begun(number):
-                time.sleep(2.0)
+                time.sleep(12.0)
 
         fake.interfere = slow
         trainer, environment = make(
-            fake, tmp_path, vllm_request_timeout=0.3, vllm_retry_timeout=0.5, save_strategy="steps", save_steps=500
+            fake, tmp_path, vllm_request_timeout=3.0, vllm_retry_timeout=0.1, save_strategy="steps", save_steps=500
         )
-        error = ends(trainer, environment, TooManyFailures, "2 groups in a row", 20)
+        error = ends(trainer, environment, TooManyFailures, "2 groups in a row", 60)
         assert isinstance(error.__cause__, SamplerFailure) and "no answer to /v1/completions" in str(error.__cause__)
         assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +134,11 @@ class Silent(Levels):
     """Cannot say its level."""
 
     hangs = False
+    ended = threading.Event()
 
     def state_dict(self) -> dict[str, Any]:
         if self.hangs:
-            time.sleep(2)
+            self.ended.wait(60)
         raise OSError("nobody knows")
 
 
@@ -149,7 +150,7 @@ def test_a_state_that_cannot_be_told_costs_no_checkpoint(
     class Own(Silent):
         level, resets = 0, []
 
-    Own.hangs = hangs
+    Own.hangs, Own.ended = hangs, threading.Event()
     options = {
         "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 8, "reset_timeout": 0.7,
     }  # fmt: skip
@@ -158,6 +159,7 @@ def test_a_state_that_cannot_be_told_costs_no_checkpoint(
     with caplog.at_level(logging.WARNING):
         trainer = Kind(name).make(tmp_path, options=options, environment_factory=Own)
         trainer.train()
+    Own.ended.set()
     assert trainer.state.global_step == 2
     assert json.loads((tmp_path / "checkpoint-2" / "rollout_state.json").read_text())["environments"] == {}
     why = "did not return in " if hangs else "raised OSError: nobody knows"

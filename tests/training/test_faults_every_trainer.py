@@ -402,7 +402,7 @@ def test_an_environment_that_breaks_ends_the_run_with_its_own_error_in_seconds(k
     began = time.monotonic()
     with pytest.raises(TooManyFailures, match="the disk is gone") as found:
         trainer.train()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     error: BaseException | None = found.value
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__

@@ -229,7 +229,7 @@ def test_evaluation_with_more_siblings_than_training_does_not_wait_for_itself(tm
                    num_generations_eval=siblings, eval_tasks=tasks, max_completion_length=4)  # fmt: skip
     worker = threading.Thread(target=trainer.evaluate, daemon=True)
     worker.start()
-    worker.join(30)
+    worker.join(120)
     assert not worker.is_alive()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -43,8 +45,8 @@ class Times(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     @property
     def step(self) -> float:
-        """Seconds a step, at its steadiest."""
-        return (self.at[STEPS - LAST - 1] - self.at[FIRST - 1]) / (STEPS - LAST - FIRST)
+        """Seconds a step, at its steadiest; the median, for the machine may stand still in one."""
+        return median(now - before for before, now in pairwise(self.at[FIRST - 1 : STEPS - LAST]))
 
 
 def run(folder: Path, **options: Any) -> tuple[float, Any]:
@@ -70,5 +72,5 @@ def test_latency_of_environments_is_hidden_behind_training(tmp_path: Path, monke
     waits = logged(trainer, "async/wait_seconds")[FIRST : STEPS - LAST]
     # Idle, it is twice as fast and the trainer busy all the time; a loaded machine takes from that.
     assert one_by_one / beside > 1.5
-    assert 1 - sum(waits) / len(waits) / beside > 0.75
+    assert 1 - median(waits) / beside > 0.75
     assert max(logged(trainer, "async/staleness_max")) <= 2

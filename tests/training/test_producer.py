@@ -52,6 +52,8 @@ class FakeRunner:
         self.version = -1
         self.played: list[int] = []
         self.running = self.most_running = 0
+        self.quick = 0
+        """those that run and end by themselves"""
         self.cancelled = 0
         self._dice, self._failures, self._longest = random.Random(seed), failures, longest
         self._at_end = at_end or (lambda task: None)
@@ -60,7 +62,8 @@ class FakeRunner:
         self.played.append(task.position)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        first = self.version
+        first, quick = self.version, self._longest < 1.0
+        self.quick += quick
         try:
             await asyncio.sleep(self._dice.random() * self._longest)
         except asyncio.CancelledError:
@@ -68,6 +71,7 @@ class FakeRunner:
             raise
         finally:
             self.running -= 1
+            self.quick -= quick
         self._at_end(task)
         reward = float(self._dice.random() < 0.5)
         episodes = tuple(
@@ -239,6 +243,8 @@ def test_closing_cancels_what_is_in_play(closing):
     rounds.next(Laps())
     runner._longest = 1000.0
     rounds.next(Laps())
+    while runner.quick or runner.running < 3:
+        time.sleep(0.005)
     running, unused = runner.running, rounds.unused
     rounds.close()
     rounds.close()

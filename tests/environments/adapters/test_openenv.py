@@ -47,7 +47,7 @@ def counts(url: str) -> dict[str, int]:
     return found
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline

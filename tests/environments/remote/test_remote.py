@@ -65,7 +65,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
+def gone(pid: int, seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.02)

@@ -111,9 +111,15 @@ def test_runs_end_with_the_process_that_started_them():
         "os.kill(os.getpid(), 9)\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60)
-    time.sleep(0.5)
-    running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in read_quietly(path)]
-    assert running == []
+    assert_none_runs(mark)
+
+
+def assert_none_runs(mark):
+    """No process has ``mark`` in its command; one that was killed may take a moment to end."""
+    end = time.monotonic() + 20
+    while [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in read_quietly(path)]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def read_quietly(path: Path) -> bytes:
@@ -246,7 +252,7 @@ def test_bomb(name):
     used = sum(path.lstat().st_size for path in box.workspace.rglob("*"))
     assert used < 2**30  # looked at from outside: what is written between two looks comes on top of the limit
     box.close()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while (left := sandbox_threads() - before) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left
@@ -257,8 +263,7 @@ def test_what_a_program_leaves_running_ends_with_it(sandbox):
     mark = f"5151{os.getpid()}"
     done = sandbox.run_shell(f"(setsid nohup sleep {mark} >/dev/null 2>&1 &) ; echo started")
     assert done.stdout == "started\n"
-    time.sleep(0.2)
-    assert [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in read_quietly(p)] == []
+    assert_none_runs(mark)
 
 
 @needs_sandbox

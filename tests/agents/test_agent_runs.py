@@ -20,6 +20,7 @@ from envgrad.agents import AgentEndpoint, AgentProgram, AgentTimeLimit
 from envgrad.agents.program import ProgramFailed, _end_with_parent
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, SamplerFailure, TooManyFailures
 from envgrad.rollout.group import GroupPolicy
+from envgrad.sampling.sampler import Session
 from envgrad.types import Episode, Group, StopReason
 from helpers.agents import client_of
 from helpers.world import call, ids, play, play_one, turn, world
@@ -69,12 +70,12 @@ def test_siblings_and_an_agents_own_calls_are_answered_at_the_same_time() -> Non
         environ = {"MODE": "async"}
 
     began = time.monotonic()
-    played = play(Parallel, lambda *_: turn("ok"), siblings=3, latency=1.5)
+    played = play(Parallel, lambda *_: turn("ok"), siblings=3, latency=4.0)
     episodes = played.groups[0].episodes
     assert [episode.reward for episode in episodes] == [3.0] * 3
     assert [len(episode.rows) for episode in episodes] == [3] * 3
-    assert sum(sum(episode.seconds.values()) for episode in episodes) > 3 * 1.5
-    assert time.monotonic() - began < 3 * 3 * 1.5
+    assert sum(sum(episode.seconds.values()) for episode in episodes) > 3 * 4.0
+    assert time.monotonic() - began < 3 * 3 * 4.0
 
 
 class Crashing(Counting):
@@ -103,7 +104,7 @@ def test_a_program_that_crashes_is_the_environments_failure_and_is_retried() -> 
 def test_a_program_past_its_time_limit_is_killed_with_its_children(tmp_path: Path) -> None:
     class Hanging(Counting):
         environ = {"MODE": "hang", "PIDS": str(tmp_path / "pids")}
-        time_limit = 2.5
+        time_limit = 6.0
 
     episode = play_one(Hanging, INC)
     assert episode.stop_reason is StopReason.EPISODE_TIMEOUT and episode.truncated
@@ -115,7 +116,7 @@ def test_an_episode_past_its_timeout_is_truncated_and_its_program_killed(tmp_pat
     class Hanging(Counting):
         environ = {"MODE": "hang", "PIDS": str(tmp_path / "pids")}
 
-    episode = play_one(Hanging, INC, episode_timeout=2.5)
+    episode = play_one(Hanging, INC, episode_timeout=6.0)
     assert episode.stop_reason is StopReason.EPISODE_TIMEOUT and episode.reward == -1.0
     _gone((tmp_path / "pids").read_text().split())
 
@@ -146,7 +147,7 @@ def test_a_program_that_is_not_there_is_named() -> None:
 
 
 def _gone(pids: list[str]) -> None:
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 20.0
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < until, f"{pids} still run"
         time.sleep(0.02)
@@ -212,10 +213,10 @@ def test_a_sync_agent_runs_in_a_thread_and_is_left_behind_at_the_timeout() -> No
         def run_agent(self, endpoint: AgentEndpoint) -> None:  # type: ignore[override]
             client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
             client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
-            let_go.wait(10)
+            let_go.wait(60)
 
     groups: list[Group] = []
-    with world(Blocking, lambda *_: turn("ok"), episode_timeout=1.0, max_consecutive_failed_groups=1) as (
+    with world(Blocking, lambda *_: turn("ok"), episode_timeout=5.0, max_consecutive_failed_groups=1) as (
         runner,
         tasks,
         _,
@@ -300,13 +301,22 @@ def test_a_key_opens_its_own_episode_only_and_only_while_it_is_played() -> None:
 
 
 def test_a_client_that_hangs_up_leaves_nothing_in_the_row() -> None:
+    asked: list[Session] = []
+
+    def latency(session: Session) -> float:
+        asked.append(session)
+        return 3600.0 if len(asked) == 1 else 0.0
+
     class Impatient(Agent):
         async def work(self, client: openai.AsyncOpenAI, endpoint: AgentEndpoint) -> None:
-            with pytest.raises(openai.APITimeoutError):
-                await chat(client.with_options(timeout=0.05), "hi")
-            assert await chat(client, "hi") == "ok"
+            first = asyncio.ensure_future(chat(client, "hi"))
+            while not asked:
+                await asyncio.sleep(0.005)
+            first.cancel()  # which closes its connection
+            await asyncio.wait({first})
+            assert first.cancelled() and await chat(client, "hi") == "ok"
 
-    episode = play_one(Impatient, lambda *_: turn("ok"), latency=0.4)
+    episode = play_one(Impatient, lambda *_: turn("ok"), latency=latency)
     assert len(episode.turns) == 1 and len(episode.rows) == 1
 
 

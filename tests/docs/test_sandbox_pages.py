@@ -19,7 +19,7 @@ needs_sandbox = pytest.mark.skipif(unavailable() is not None, reason=f"no sandbo
 
 @needs_sandbox
 def test_sandbox() -> None:
-    names = run_python("sandbox")
+    names = run_python("sandbox", instead={"SandboxLimits(seconds=1)": "SandboxLimits(seconds=5)"})
     assert names["report"].ok, str(names["report"])
     assert (names["slow"].killed, names["slow"].stdout) == ("seconds", "begun\n")
     assert "refused" in names["offline"].stderr and names["kept"] == "kept\n"

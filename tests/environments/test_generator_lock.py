@@ -52,7 +52,7 @@ def test_a_call_that_raises_gives_the_generators_back():
         lock = GeneratorLock()
         with pytest.raises(ZeroDivisionError):
             (await lock.acquire("first")).run(lambda: 1 / 0)
-        return (await asyncio.wait_for(lock.acquire("second"), 1)).run(lambda: "ran")
+        return (await asyncio.wait_for(lock.acquire("second"), 10)).run(lambda: "ran")
 
     assert asyncio.run(run()) == "ran"
 
@@ -62,7 +62,7 @@ def test_a_call_that_is_left_before_it_began_never_runs():
         lock = GeneratorLock()
         hold = await lock.acquire("first")
         hold.leave()
-        (await asyncio.wait_for(lock.acquire("second"), 1)).leave()
+        (await asyncio.wait_for(lock.acquire("second"), 10)).leave()
         with pytest.raises(EnvironmentFailure, match="first was not started"):
             hold.run(lambda: pytest.fail("it ran"))
 
@@ -84,30 +84,38 @@ def test_a_cancelled_waiter_loses_nothing(moment):
         assert waiter.cancelled()
         if moment == "queued":
             first.leave()
-        (await asyncio.wait_for(third, 1)).leave()
-        (await asyncio.wait_for(lock.acquire("fourth"), 1)).leave()
+        (await asyncio.wait_for(third, 10)).leave()
+        (await asyncio.wait_for(lock.acquire("fourth"), 10)).leave()
 
     asyncio.run(run())
+
+
+async def begun(hold, blocker):
+    """A call in a thread that has the generators until ``blocker`` is set."""
+    started = threading.Event()
+    thread = asyncio.ensure_future(asyncio.to_thread(hold.run, lambda: started.set() or blocker.wait(60)))
+    await asyncio.to_thread(started.wait, 60)
+    return thread
 
 
 def test_a_call_left_behind_fails_what_waits_and_what_comes_and_frees_them_when_it_returns():
     async def run():
         lock, blocker = GeneratorLock(grace=0.05), threading.Event()
         hold = await lock.acquire("Game.stuck")
-        thread = asyncio.ensure_future(asyncio.to_thread(hold.run, blocker.wait))
+        thread = await begun(hold, blocker)
         waiting = [asyncio.ensure_future(lock.acquire(f"Game.guess {i}")) for i in range(2)]
         await asyncio.sleep(0.02)
         assert not any(waiter.done() for waiter in waiting)
         hold.leave()  # its timeout has passed
-        failures = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+        failures = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
         for number, failure in enumerate(failures):
             assert isinstance(failure, EnvironmentFailure)
             assert f"Game.guess {number} cannot run: Game.stuck ran past its timeout" in str(failure)
         with pytest.raises(EnvironmentFailure, match=r"Game\.reset cannot run: Game\.stuck"):
-            await asyncio.wait_for(lock.acquire("Game.reset"), 1)
+            await asyncio.wait_for(lock.acquire("Game.reset"), 10)
         blocker.set()
         await thread
-        (await asyncio.wait_for(lock.acquire("Game.reset"), 1)).leave()
+        (await asyncio.wait_for(lock.acquire("Game.reset"), 10)).leave()
 
     asyncio.run(run())
 
@@ -116,13 +124,12 @@ def test_a_late_call_that_returns_within_the_grace_fails_nobody():
     async def run():
         lock, blocker = GeneratorLock(grace=30.0), threading.Event()
         hold = await lock.acquire("late")
-        thread = asyncio.ensure_future(asyncio.to_thread(hold.run, blocker.wait))
-        await asyncio.sleep(0.02)
+        thread = await begun(hold, blocker)
         hold.leave()
         waiter = asyncio.ensure_future(lock.acquire("next"))
         await asyncio.sleep(0.02)
         blocker.set()
-        (await asyncio.wait_for(waiter, 5)).leave()
+        (await asyncio.wait_for(waiter, 10)).leave()
         await thread
 
     asyncio.run(run())
@@ -145,6 +152,6 @@ def test_a_waiter_whose_loop_is_gone_is_passed_over():
         waiter = asyncio.ensure_future(lock.acquire("second"))
         await asyncio.sleep(0)
         hold.leave()
-        (await asyncio.wait_for(waiter, 1)).leave()
+        (await asyncio.wait_for(waiter, 10)).leave()
 
     asyncio.run(run())

@@ -90,6 +90,8 @@ class FakeVLLM:
     adapters: dict[str, str] = field(default_factory=dict)
     paused: bool = False
     aborts: int = 0
+    sampled: int = 0
+    """tokens"""
     lock: threading.RLock = field(default_factory=threading.RLock)
     running: int = 0
     server: ThreadingHTTPServer | None = None
@@ -175,6 +177,7 @@ class FakeVLLM:
                     else int(found.argmax())
                 )
                 ids.append(token)
+                self.sampled += 1
                 logprobs.append(float(found[token]))
                 if token in body["stop_token_ids"]:
                     reason = "stop"
@@ -192,6 +195,17 @@ class FakeVLLM:
         self.server.server_close()
         for connection in list(self.sockets):
             connection.close_hard()
+
+    def kill_at(self, number: int) -> None:
+        """Be killed by that request for an answer, while it is under way."""
+
+        def interfere(path: str, body: dict[str, Any], at: int) -> tuple[int, str] | None:
+            if path != "/v1/completions" or at != number:
+                return None
+            self.kill()
+            return 500, "nobody hears this"
+
+        self.interfere = interfere
 
 
 def _handler(fake: FakeVLLM) -> type[BaseHTTPRequestHandler]:

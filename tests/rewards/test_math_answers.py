@@ -12,7 +12,7 @@ from envgrad.errors import EnvgradError
 from envgrad.rewards.math_answers import Comparison, MathComparer
 
 ENDLESS = "99999^{99999999}+1"
-"""One power of whole numbers: no signal interrupts it, and it lets no other thread run."""
+"""One power of whole numbers, for minutes: it lets no other thread run."""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,11 @@ def test_a_process_that_died_is_replaced(comparer):
     assert children(comparer)[0].pid != process.pid
 
 
-def test_an_answer_without_end_is_wrong_and_holds_up_nobody():
-    comparer = MathComparer(limit=2.0)
+def test_an_answer_without_end_is_wrong_and_holds_up_nobody(monkeypatch, tmp_path):
+    # The power is to be one that no signal interrupts, whatever library computes it.
+    (tmp_path / "sitecustomize.py").write_text("import signal\nsignal.alarm = lambda seconds: 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    comparer = MathComparer(limit=6.0)
     ticks = []
     stop = threading.Event()
 
@@ -86,7 +89,7 @@ def test_an_answer_without_end_is_wrong_and_holds_up_nobody():
         comparer.close()
     assert endless == Comparison(gold="[3, '3']") and next_one.equal
     assert process.poll() is not None  # ended, not left behind
-    assert max(b - a for a, b in pairwise(ticks)) < 5.0  # other threads ran all the time
+    assert max(b - a for a, b in pairwise(ticks)) < 12.0  # other threads ran all the time
 
 
 def test_close_ends_the_processes():

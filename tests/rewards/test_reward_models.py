@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -242,9 +241,11 @@ def test_nan_infinite_broken_and_slow_models():
     with pytest.raises(RewardFailure, match="reward model 'rm' raised IndexError") as caught:
         score(model, episodes)
     assert isinstance(caught.value.__cause__, IndexError)
-    behaviour["now"] = lambda scores: time.sleep(0.5) or scores
+    over = threading.Event()
+    behaviour["now"] = lambda scores: over.wait(20) and scores
     with pytest.raises(RewardTimeout, match=r"reward model 'rm' took longer than 0\.05 s"):
         score(model, batch(episodes, timeout=0.05))
+    over.set()
     assert score(model, []) == []
 
 

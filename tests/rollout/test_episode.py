@@ -282,7 +282,7 @@ def test_async_members_work_and_a_slow_async_tool_is_stopped_with_a_message():
 
     began = time.monotonic()
     episode = play_one(Slow, [turn(call("wait")), turn("ok")], tool_timeout=0.05)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert "too long" in results(episode)[0] and episode.reward == 1.0 and episode.stop_reason is StopReason.ANSWER
 
 
@@ -318,7 +318,10 @@ def test_a_hung_thread_ends_its_episode_unscored_and_its_instance_is_never_used_
 
 
 def test_episode_timeout_ends_as_truncated_and_the_reward_stands():
-    episode = play_one(Counter, lambda *_: turn(call("inc", n=1)), latency=0.05, episode_timeout=1.5)
+    waits = iter([0.0])  # the second answer never comes
+    episode = play_one(
+        Counter, lambda *_: turn(call("inc", n=1)), latency=lambda session: next(waits, 3600.0), episode_timeout=4.0
+    )
     assert episode.stop_reason is StopReason.EPISODE_TIMEOUT and episode.truncated
     assert episode.reward is not None and episode.reward >= 1
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -33,8 +33,10 @@ class Broken(Commented):
 
 
 class Slow(Commented):
+    over = threading.Event()
+
     def get_feedback(self) -> object:
-        time.sleep(0.5)
+        self.over.wait(20)
         return "late"
 
 
@@ -88,6 +90,7 @@ def test_a_failure_of_it_is_the_environments_and_is_retried() -> None:
 
     assert played(Number).failures == {"environment": 2}
     assert played(Slow, reward_timeout=0.05).failures == {"reward_timeout": 2}
+    Slow.over.set()
 
 
 class Listener(Counter):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -95,10 +96,10 @@ def test_the_server_says_how_long_to_wait() -> None:
 
 
 def test_patience_ends() -> None:
-    outcome, requests = one(lambda body, number: {"status": 500, "text": "down for repairs"}, patience=0.2)
+    outcome, requests = one(lambda body, number: {"status": 500, "text": "down for repairs"}, patience=1.5)
     assert isinstance(outcome, SamplerFailure)
-    assert "gave no answer within 0.2 s: status 500: down for repairs" in str(outcome)
-    assert 2 <= len(requests) <= 40
+    assert "gave no answer within 1.5 s: status 500: down for repairs" in str(outcome)
+    assert 2 <= len(requests) <= 400
 
 
 def test_a_wait_longer_than_the_patience_is_not_begun() -> None:
@@ -211,7 +212,13 @@ def test_a_server_that_comes_back_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_request_that_nobody_waits_for_is_aborted() -> None:
-    with chat_server(lambda body, number: message("hi", delay=0.3)) as server:
+    over = threading.Event()
+
+    def answer(body: dict[str, Any], number: int) -> Answer:
+        over.wait(10.0)
+        return message("hi")
+
+    with chat_server(answer) as server:
 
         async def run() -> float:
             client = make(server.url)
@@ -223,4 +230,5 @@ def test_a_request_that_nobody_waits_for_is_aborted() -> None:
             await client.close()
             return taken
 
-        assert asyncio.run(run()) < 0.25
+        assert asyncio.run(run()) < 8.0
+        over.set()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from envgrad.errors import ConfigurationError, SamplerFailure
 from envgrad.sampling.generate import GenerateSampler
 from envgrad.sampling.local import LocalSampler
 from envgrad.sampling.sampler import SamplingParams
+
+
+async def until(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0.005)
 
 
 def test_equals_the_local_sampler() -> None:
@@ -67,13 +73,16 @@ def test_weights_sessions_and_closing() -> None:
     assert answer.policy_version == sampler.policy_version == 4
     assert answer.logprobs == pytest.approx([-4.110874] * 2, abs=1e-5)  # ln(1/61)
 
+    begun = threading.Event()
+    model.get_input_embeddings().register_forward_hook(lambda *_: begun.set() or time.sleep(0.1))
+
     async def work() -> None:
         for n in range(2):
             sampler.begin(session(2, n))
         tasks = [
             asyncio.create_task(sampler.sample([1], SamplingParams(max_tokens=149), session(2, n))) for n in range(2)
         ]
-        await asyncio.sleep(0.02)
+        await until(begun)
         await asyncio.get_running_loop().run_in_executor(None, sampler.close)
         for task in tasks:
             with pytest.raises(SamplerFailure, match="closed"):
@@ -90,15 +99,26 @@ def test_new_weights_go_before_rows_that_wait_and_behind_the_one_in_hand() -> No
     model = build("llama")
     sampler = GenerateSampler(model, max_context=150)
     flat_head = {"lm_head.weight": torch.zeros(61, 32)}
+    begun, looked = threading.Event(), threading.Event()
+
+    def slowly(*_: Any) -> None:
+        begun.set()
+        if sampler.policy_version == 0:
+            time.sleep(0.02)
+        else:
+            looked.wait(20)
+
+    model.get_input_embeddings().register_forward_hook(slowly)
 
     async def work() -> list[int]:
         for n in range(3):
             sampler.begin(session(0, n))
         params = SamplingParams(max_tokens=100)
         tasks = [asyncio.create_task(sampler.sample([1], params, session(0, n))) for n in range(3)]
-        await asyncio.sleep(0.01)  # the first is in hand
+        await until(begun)  # the first is in hand
         await asyncio.get_running_loop().run_in_executor(None, sampler.update_weights, 1, flat_head)
         assert not tasks[-1].done(), "it has not waited for all of them"
+        looked.set()
         return [(await task).policy_version for task in tasks]
 
     assert run(work()) == [0, 1, 1]
@@ -112,14 +132,14 @@ def test_new_weights_go_before_rows_that_wait_and_behind_the_one_in_hand() -> No
 
 def test_new_weights_are_waited_for_as_long_as_was_said() -> None:
     model = build("llama")
-    release = threading.Event()
-    model.get_input_embeddings().register_forward_hook(lambda *_: (release.wait(20), None)[1])
+    begun, release = threading.Event(), threading.Event()
+    model.get_input_embeddings().register_forward_hook(lambda *_: (begun.set(), release.wait(20), None)[2])
     sampler = GenerateSampler(model, max_context=150, update_timeout=0.2)
 
     async def work() -> None:
         sampler.begin(session(0))
         task = asyncio.create_task(sampler.sample([1], SamplingParams(max_tokens=2), session(0)))
-        await asyncio.sleep(0.05)
+        await until(begun)
         with pytest.raises(SamplerFailure, match=r"version 1 were not taken over within 0\.2 s"):
             await asyncio.get_running_loop().run_in_executor(None, sampler.update_weights, 1, None)
         release.set()

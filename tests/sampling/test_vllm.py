@@ -110,7 +110,7 @@ def test_a_failing_server_is_asked_again_and_a_refusing_one_ends_the_run(tmp_pat
             pass
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KEY", "hush")
-            with sampler_of(fake, folder=tmp_path, api_key_env="KEY") as sampler:
+            with sampler_of(fake, folder=tmp_path, api_key_env="KEY", retry_timeout=30.0) as sampler:
                 fake.interfere = lambda path, body, number: (
                     (503, "busy") if path == "/v1/completions" and number < 2 else None
                 )
@@ -121,6 +121,7 @@ def test_a_failing_server_is_asked_again_and_a_refusing_one_ends_the_run(tmp_pat
                 )
                 with pytest.raises(ConfigurationError, match=r"refuses .* status 400: top_k must be \*\*\*"):
                     ask(sampler, [(session("b"), [5])])
+            with sampler_of(fake, folder=tmp_path, api_key_env="KEY", retry_timeout=1.0) as sampler:
                 fake.interfere = lambda path, body, number: (500, "broken") if path == "/v1/completions" else None
                 began = time.monotonic()
                 with pytest.raises(SamplerFailure, match="tried for 1 s: status 500"):
@@ -132,26 +133,28 @@ def test_a_failing_server_is_asked_again_and_a_refusing_one_ends_the_run(tmp_pat
 
 
 def test_a_slow_server_is_given_its_time_and_no_more(tmp_path: Path) -> None:
-    with fake_vllm(tiny_llama()) as fake, sampler_of(fake, folder=tmp_path, request_timeout=1.5) as sampler:
+    over = threading.Event()
+    patience = {"request_timeout": 5.0, "retry_timeout": 0.1}
+    with fake_vllm(tiny_llama()) as fake, sampler_of(fake, folder=tmp_path, **patience) as sampler:
 
         def slow(path: str, body: dict[str, Any], number: int) -> None:
             if path == "/v1/completions":
-                time.sleep(0.3 if number == 0 else 8.0)
+                over.wait(0.3 if number == 0 else 20.0)
 
         fake.interfere = slow
         ask(sampler, [(session("a"), [5])])
         began = time.monotonic()
         with pytest.raises(SamplerFailure, match=r"no answer to /v1/completions within"):
             ask(sampler, [(session("b"), [5])])
-        assert time.monotonic() - began < 7
+        assert time.monotonic() - began < 18
+        over.set()
 
 
 def test_a_killed_server_ends_the_run_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "DEATH_SECONDS", 0.5)
     with fake_vllm(tiny_llama()) as fake:
-        fake.token_seconds = 0.05
+        fake.kill_at(0)
         with sampler_of(fake, folder=tmp_path, request_timeout=60, retry_timeout=30) as sampler:
-            threading.Timer(0.3, fake.kill).start()
             began = time.monotonic()
             with pytest.raises(SamplerDied, match=rf"no vLLM server is left: {fake.url}: \w+Error"):
                 ask(sampler, [(session("a"), [5])], SamplingParams(max_tokens=200))
@@ -163,8 +166,7 @@ def test_a_killed_server_ends_the_run_in_seconds(tmp_path: Path, monkeypatch: py
 
 def test_sessions_of_a_lost_server_go_on_at_another(tmp_path: Path) -> None:
     with two_servers(tmp_path) as (one, two, sampler):
-        one.token_seconds = 0.05
-        threading.Timer(0.3, one.kill).start()
+        one.kill_at(0)
         (answer,) = ask(sampler, [(session("a"), [5])], SamplingParams(max_tokens=40, seed=1))
         assert len(answer.token_ids) == 40 and len(one.bodies()) == len(two.bodies()) == 1
         weights = changed(tiny_llama())
@@ -279,13 +281,15 @@ def _in_background(sampler: VLLMSampler, params: SamplingParams, found: list[Com
 
 def test_an_update_cuts_answers_and_each_token_tells_its_version(tmp_path: Path) -> None:
     trainer, served = tiny_llama(), tiny_llama()
-    with fake_vllm(served) as fake, sampler_of(fake, folder=tmp_path, in_flight="abort") as sampler:
-        fake.token_seconds = 0.02
+    options = {"in_flight": "abort", "request_timeout": 60}
+    with fake_vllm(served) as fake, sampler_of(fake, folder=tmp_path, **options) as sampler:
+        fake.token_seconds = 0.2
         old, new, found = changed(trainer, 1), changed(trainer, 2), []
         sampler.update_weights(1, old)
         thread = _in_background(sampler, SamplingParams(max_tokens=60, seed=9), found)
-        time.sleep(0.4)
+        _until(lambda: fake.sampled > 1)
         sampler.update_weights(2, new)
+        fake.token_seconds = 0.0
         thread.join()
         (answer,) = found
         assert len(answer.token_ids) == len(answer.logprobs) == 60 and answer.policy_version == 1
@@ -310,7 +314,7 @@ def test_an_update_waits_for_answers_where_asked_or_where_a_stop_string_could_be
         stops = ("x",) if in_flight == "abort" else ()
         found: list[Completion] = []
         thread = _in_background(sampler, SamplingParams(max_tokens=40, stop_strings=stops), found)
-        time.sleep(0.15)
+        _until(lambda: fake.sampled > 0)
         sampler.update_weights(1, changed(tiny_llama()))
         assert len(fake.bodies()) == 1  # one request, answered whole
         thread.join()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -145,24 +146,42 @@ def test_an_evaluation_within_a_run_plays_other_tasks_and_is_no_training(tmp_pat
 
 
 class Slow(Letters):
-    """Two answers, with time between them in which weights may change."""
+    """Two answers, with time between them in which weights may change. Of the groups that start first, those that the
+    first round does not need wait there for an evaluation, which has published weights."""
 
-    def reset(self, seed: int) -> str:
-        self.answers = 0
+    started: ClassVar[list[int]]
+    evaluated: ClassVar[bool]
+    patience: ClassVar[float]
+
+    def reset(self, seed: int, split: str = "train") -> str:  # type: ignore[override]
+        self.seed, self.answers = seed, 0
+        if split == "eval":
+            type(self).evaluated = True
+        elif seed not in self.started:
+            self.started.append(seed)
         return super().reset(seed)
 
     async def step(self, message: str) -> Any:  # type: ignore[override]
         self.answers += 1
         await asyncio.sleep(0.1)
-        return super().step(message) if self.answers == 2 else ("go on", False)
+        if self.answers == 2:
+            return super().step(message)
+        until = time.monotonic() + self.patience
+        while self.seed in self.started[2:] and not self.evaluated and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        return "go on", False
 
 
 @pytest.mark.parametrize("inflight", [True, False])
 def test_an_evaluation_does_not_change_weights_under_episodes_that_must_not_span_versions(
     tmp_path: Path, inflight: bool
 ) -> None:
+    class Held(Slow):
+        started, evaluated = [], False
+        patience = 60.0 if inflight else 1.0  # else the evaluation waits for them
+
     trainer, played = trained(
-        tmp_path, Slow, max_steps=6, max_completion_length=80, steps_per_generation=2, max_staleness=1,
+        tmp_path, Held, max_steps=6, max_completion_length=80, steps_per_generation=2, max_staleness=1,
         per_device_train_batch_size=2, inflight_weight_updates=inflight, eval_strategy="steps", eval_steps=1,
         eval_tasks=1,
     )  # fmt: skip

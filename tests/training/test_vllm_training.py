@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +97,8 @@ def test_asynchronous_training_through_a_server(tmp_path: Path) -> None:
 def test_a_killed_server_ends_the_run_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "DEATH_SECONDS", 0.5)
     with fake_vllm(tiny_llama()) as fake:
-        fake.token_seconds = 0.05
         trainer = make(fake, tmp_path)
-        threading.Timer(1.0, fake.kill).start()
+        fake.kill_at(5)  # in the second step
         with pytest.raises(SamplerDied, match=re.escape(fake.url)):
             trainer.train()
 

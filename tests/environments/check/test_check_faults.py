@@ -103,11 +103,11 @@ def test_a_planted_fault_is_found_and_named(
 def test_what_hangs_is_a_finding_and_hangs_nobody(
     environment: type, member: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envgrad.environments.check.run.GRACE", 0.3)
+    monkeypatch.setattr("envgrad.environments.check.run.GRACE", 3.0)
     start = time.monotonic()
-    report = check_environment(environment, timeout=0.7)
-    assert time.monotonic() - start < 20
-    assert "did not return within 0.7 s" in only(report, BREACH, Rule.HANG, member)
+    report = check_environment(environment, timeout=3.0)
+    assert time.monotonic() - start < 50  # it would return after 60
+    assert "did not return within 3 s" in only(report, BREACH, Rule.HANG, member)
     assert "hangs" in only(report, NOTE, Rule.NOT_CHECKED, "the rest")
     assert not report.audit
 

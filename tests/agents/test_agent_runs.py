@@ -20,7 +20,7 @@ from envgrad.agents import AgentEndpoint, AgentProgram, AgentTimeLimit
 from envgrad.agents.program import ProgramFailed, _end_with_parent
 from envgrad.errors import EnvironmentContractError, EnvironmentFailure, SamplerFailure, TooManyFailures
 from envgrad.rollout.group import GroupPolicy
-from envgrad.sampling.sampler import Session
+from envgrad.sampling.scripted import ScriptedSampler
 from envgrad.types import Episode, Group, StopReason
 from helpers.agents import client_of
 from helpers.world import call, ids, play, play_one, turn, world
@@ -300,23 +300,34 @@ def test_a_key_opens_its_own_episode_only_and_only_while_it_is_played() -> None:
         httpx.get(f"{seen[0].base_url}/models")
 
 
-def test_a_client_that_hangs_up_leaves_nothing_in_the_row() -> None:
-    asked: list[Session] = []
+def test_a_client_that_hangs_up_leaves_nothing_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, asked, given_up = ScriptedSampler.sample, threading.Event(), threading.Event()
 
-    def latency(session: Session) -> float:
-        asked.append(session)
-        return 3600.0 if len(asked) == 1 else 0.0
+    async def first_endless(self: ScriptedSampler, *request: Any) -> Any:
+        if asked.is_set():
+            return await sample(self, *request)
+        asked.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            given_up.set()
+
+    async def until(event: threading.Event) -> None:
+        deadline = time.monotonic() + 20.0
+        while not event.is_set():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
 
     class Impatient(Agent):
         async def work(self, client: openai.AsyncOpenAI, endpoint: AgentEndpoint) -> None:
             first = asyncio.ensure_future(chat(client, "hi"))
-            while not asked:
-                await asyncio.sleep(0.005)
+            await until(asked)
             first.cancel()  # which closes its connection
-            await asyncio.wait({first})
-            assert first.cancelled() and await chat(client, "hi") == "ok"
+            await until(given_up)
+            assert await chat(client, "hi") == "ok"
 
-    episode = play_one(Impatient, lambda *_: turn("ok"), latency=latency)
+    monkeypatch.setattr(ScriptedSampler, "sample", first_endless)
+    episode = play_one(Impatient, lambda *_: turn("ok"), max_consecutive_failed_groups=1, retries=0)
     assert len(episode.turns) == 1 and len(episode.rows) == 1
 
 

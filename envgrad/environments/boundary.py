@@ -30,8 +30,7 @@ from envgrad.errors import ConfigurationError, EnvironmentFailure, EpisodeDone
 
 GROWTH_DELAY = 0.001
 """seconds a job may wait before another thread is considered"""
-LOOK_SECONDS = 0.15
-CANCEL_LOOKS = 38
+LOOK_SECONDS, CANCEL_LOOKS = 0.15, 38
 """that an async call gets to obey its cancellation: more than an interrupted process"""
 
 
@@ -397,4 +396,5 @@ async def _await_user(awaitable: Awaitable[object], timeout: float | None, spent
 async def _cancel(task: asyncio.Task[object]) -> None:
     task.cancel()
     for _ in range(CANCEL_LOOKS):  # counted: where the whole machine stood still, the call had no time to obey
-        await asyncio.wait({task}, timeout=LOOK_SECONDS)
+        if not task.done():
+            await asyncio.wait({task}, timeout=LOOK_SECONDS)

@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
-from envgrad.environments.boundary import Ok, Outcome, Raised, TimedOut, WorkerPool, call_user, guard_in_thread
+from envgrad.environments.boundary import (
+    CANCEL_LOOKS,
+    LOOK_SECONDS,
+    Ok,
+    Outcome,
+    Raised,
+    TimedOut,
+    WorkerPool,
+    call_user,
+    guard_in_thread,
+)
 from envgrad.environments.spec import Elsewhere
 from envgrad.errors import EnvironmentFailure
 
@@ -86,7 +96,10 @@ class Closer:
         if self._threads is None:  # threads of their own: closing works even where hung tools fill the workers
             self._threads = WorkerPool(_CLOSING_THREADS, max_hung=10**6, name="envgrad-close")
         where, call = f"{self._label}'s close()", partial(_call_close, instance)
-        self._collect(await call_user(where, call, workers=self._threads, timeout=self.timeout))
+        limit = self.timeout
+        if limit is not None and isinstance(instance, Elsewhere):  # it has the limit itself, behind a call's ending
+            limit += CANCEL_LOOKS * LOOK_SECONDS
+        self._collect(await call_user(where, call, workers=self._threads, timeout=limit))
 
     def close_now(self, instances: Sequence[object], *, wait: float | None) -> None:
         """Close ``instances`` without a loop, and wait ``wait`` seconds in all; 0.0 looks at no outcome."""

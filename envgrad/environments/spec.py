@@ -84,6 +84,11 @@ class EnvironmentSpec:
     determinism: str | None = None
 
     @property
+    def isolated(self) -> bool:
+        """Whether no random generator of this process is drawn from in its episodes."""
+        return self.elsewhere and not self.shared_tools
+
+    @property
     def label(self) -> str:
         """How messages call this environment."""
         return f"environment {self.name!r}" if self.name else "the environment"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerControl
 
 from envgrad.config import RolloutConfig
+from envgrad.distributed.ranks import Ranks
 from envgrad.environments.tasks import TaskStream
 from envgrad.episodes.log import EpisodeLog
 from envgrad.errors import ConfigurationError
@@ -30,6 +31,7 @@ class EvaluatingTrainer(StoppableTrainer):
     """``Trainer`` whose ``evaluate`` plays episodes."""
 
     rollouts: Rollouts
+    ranks: Ranks
     user_args: RolloutConfig
     episode_log: EpisodeLog | None
     completion_log: CompletionLog | None
@@ -55,6 +57,8 @@ class EvaluatingTrainer(StoppableTrainer):
         streams = self.rollouts.eval_streams(eval_dataset)
         if not streams:
             raise ConfigurationError("nothing to evaluate on: there is no environment; pass eval_dataset=")
+        if not self._log_depth:  # not within a run: it is one of its own
+            self.ranks.begin()
         with self.trackers.open(), self.logged_episodes():
             metrics = self._play_streams(streams, metric_key_prefix)
             self.log(dict(metrics))

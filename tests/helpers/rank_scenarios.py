@@ -441,12 +441,13 @@ def again(folder: Path) -> None:
     """A run that a signal has ended goes on in the same processes; it came to a rank that waited for rollouts."""
     trainer = make(
         folder, Stuck, "AsyncGRPO", max_steps=9, max_completion_length=8, save_strategy="steps", save_steps=999,
-        learning_rate=0.01, deterministic=False, max_staleness=1, reset_timeout=60.0, close_timeout=0.5,
+        learning_rate=0.01, deterministic=False, max_staleness=1, reset_timeout=60.0, close_timeout=0.5, eval_tasks=2,
         callbacks=[_OnStep(2, 1, _terminate_later)],
     )  # fmt: skip
     with contextlib.suppress(Terminated):
         trainer.train()
     print("stopped behind step", trainer.state.global_step, flush=True)
+    assert trainer.evaluate()["eval_reward"] >= 0
     trainer.train(resume_from_checkpoint=True)
     print("ended behind step", trainer.state.global_step, flush=True)
 

@@ -30,7 +30,7 @@ class OnRay(Remote):
 
     @property
     def process_lost(self) -> bool:
-        return self._dead is not None or self._seat.lost
+        return super().process_lost or self._seat.lost
 
     async def _send(self, loop: asyncio.AbstractEventLoop, frame: bytes) -> None:
         self._reply = self._called("ask", self._asked, frame)
@@ -53,8 +53,10 @@ class OnRay(Remote):
         if self._reply is None:
             raise AssertionError("nothing was asked")
         made = guard(self._reply.result, seconds)
-        if isinstance(made, Raised) and isinstance(made.error, TimeoutError) and not self._reply.done():
-            return None
+        if isinstance(made, Raised) and isinstance(made.error, TimeoutError):
+            if not self._reply.done():
+                return None
+            made = guard(self._reply.result, 0)  # it has come in this moment
         return self._told(made)
 
     def _called(self, method: str, *arguments: object) -> Future[bytes]:

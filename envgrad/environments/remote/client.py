@@ -83,7 +83,7 @@ class Remote(Elsewhere):
 
     @property
     def process_lost(self) -> bool:
-        return self._dead is not None
+        return self._dead is not None or self._torn
 
     @property
     def _call_ending(self) -> asyncio.Future[None] | None:
@@ -186,7 +186,7 @@ class Remote(Elsewhere):
             self._signal()  # again and again: it may not have begun yet
             await asyncio.wait({reading}, timeout=LOOK_SECONDS)
         if reading.done() and not reading.cancelled() and reading.exception() is None:
-            self._torn = self._torn or bool(reading.result().get("torn"))
+            self._note(reading.result())
             self._waiting = False
             return
         reading.cancel()
@@ -206,8 +206,8 @@ class Remote(Elsewhere):
             if answer is None:
                 late = f"{operation} took longer than {seconds:.3g} s"
                 answer = None if operation == "close" else self._insist()
-        except TimeoutError:
-            late = f"{operation} took longer than {seconds:.3g} s"
+        except TimeoutError:  # in the middle of a frame
+            late = f"{operation} took longer than {QUICK_SECONDS if seconds is None else seconds:.3g} s"
         except (OSError, Closed) as error:
             raise self._died(operation) from error
         finally:
@@ -226,9 +226,12 @@ class Remote(Elsewhere):
             self._signal()
             answer = self._answer_now(LOOK_SECONDS)
             if answer is not None:
-                self._torn = self._torn or bool(answer.get("torn"))
+                self._note(answer)
                 return answer
         return None
+
+    def _note(self, answer: Message) -> None:
+        self._torn = self._torn or bool(answer.get("torn"))
 
     def _packed(self, value: Mapping[str, object], what: str) -> Message:
         return pack(value, what) if self.host.same_python else {"plain": value}
@@ -245,6 +248,7 @@ class Remote(Elsewhere):
 
     def _read(self, answer: Message) -> Any:
         self.done = bool(answer.get("done", self.done))
+        self._note(answer)
         if "error" in answer:
             raise rebuild_error(answer["error"])
         if answer.get("interrupted"):

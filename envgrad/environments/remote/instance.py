@@ -43,6 +43,8 @@ SHORT = 120
 """characters of a state's value that are shown where two differ"""
 
 PROBE_CLOSE_SECONDS = 10.0
+FINALLY_SECONDS = 2.0
+"""that interrupted async calls get for their ``finally``"""
 INSIST = 15
 """interrupts after which one is raised again, for the first may have gone unheard, as in a finalizer; until then the
 call has time for its ``finally``"""
@@ -174,6 +176,8 @@ class _Desk:
     """user code runs: an interrupt may hit it"""
     interrupts: int = 0
     """that this call has got"""
+    torn: bool = False
+    """a call was interrupted again, perhaps in its own cleaning up, or its cleaning up goes on"""
     tools: tuple[ToolSpec, ...] = field(default=())
 
     def serve(self) -> None:
@@ -188,7 +192,7 @@ class _Desk:
             answer = self._answer(operation, request["arguments"])
             if operation != "close" and "interrupted" not in answer:
                 answer |= self._done(operation)
-            answer["id"] = request["id"]
+            answer |= {"id": request["id"], "torn": self.torn}
             self._reply(answer, operation)
             if operation == "close":
                 return
@@ -203,6 +207,7 @@ class _Desk:
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.busy:
             self.interrupts += 1
+            self.torn = self.torn or self.interrupts > INSIST
             if self.interrupts % INSIST == 1:
                 raise Interrupted
 
@@ -219,7 +224,7 @@ class _Desk:
 
     def _interrupted(self) -> Message:
         self._drop_tasks()
-        return {"interrupted": True, "torn": self.interrupts > INSIST}
+        return {"interrupted": True}
 
     def _done(self, operation: str) -> Message:
         """What ``done`` says, which may be a property, or come and go."""
@@ -261,7 +266,8 @@ class _Desk:
         for task in left:
             task.cancel()
         if left:
-            self.loop.run_until_complete(asyncio.wait(left, timeout=0.2))
+            _, going = self.loop.run_until_complete(asyncio.wait(left, timeout=FINALLY_SECONDS))
+            self.torn = self.torn or bool(going)
 
     # -- what can be asked
 

@@ -121,6 +121,14 @@ class Stubborn:
         time.sleep(60)
         return "slept"
 
+    async def clean_up_for_long(self) -> str:
+        """Wait, and clean up."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(20)
+        return "slept"
+
     def read(self, text: str) -> str:
         """Read.
 

@@ -155,9 +155,10 @@ def stubborn(tmp_path):
     assert log.read_text() == "closed\n"
 
 
-def test_an_interrupt_that_nobody_heard_is_sent_again_and_the_instance_is_only_closed(stubborn):
-    late = play(call(stubborn, "sleep_deaf", timeout=0.2))
-    assert isinstance(late, TimedOut) and late.killable
+@pytest.mark.parametrize("tool", ["sleep_deaf", "clean_up_for_long"])
+def test_an_interrupt_that_nobody_heard_is_sent_again_and_the_instance_is_only_closed(stubborn, tool):
+    late = play(call(stubborn, tool, timeout=0.2))
+    assert isinstance(late, TimedOut) and late.killable and stubborn.process_lost
     after = play(call(stubborn, "read", text=""))
     assert isinstance(after, Raised) and "interrupted twice" in str(after.error)
 

@@ -83,10 +83,9 @@ class EnvironmentSpec:
     num_tasks: Callable[[str], int] | None = None
     determinism: str | None = None
 
-    @property
-    def isolated(self) -> bool:
-        """Whether no random generator of this process is drawn from in its episodes."""
-        return self.elsewhere and not self.shared_tools
+    def isolation_mode(self, mode: str) -> str:
+        """``mode`` of ``isolate_generators``; ``off`` where no generator of this process is drawn from in episodes."""
+        return "off" if self.elsewhere and not self.shared_tools else mode
 
     @property
     def label(self) -> str:
@@ -215,7 +214,7 @@ class Elsewhere:
 
     @property
     def process_lost(self) -> bool:
-        """Whether that process has ended: then this one is of no use any more."""
+        """Whether this one is of no use any more: that process has ended, or a call's cleaning up there was cut."""
         return False
 
     @property

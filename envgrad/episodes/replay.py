@@ -198,7 +198,7 @@ class _Player:
             sampler=tape,
             sampling=SamplingParams(max_tokens=1),
             workers=workers,
-            isolation=Isolation("off" if self.spec.isolated else self.run.get("isolate_generators", "auto")),
+            isolation=Isolation(self.spec.isolation_mode(self.run.get("isolate_generators", "auto"))),
             ask_feedback=self.record.feedback is not None,
             limits=EpisodeLimits(
                 max_completion_length=tape.room,

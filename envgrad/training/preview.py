@@ -111,7 +111,7 @@ def _open(rollouts: Rollouts, config: RolloutConfig, task: Task) -> Opening:
         sampler=ScriptedSampler([]),
         sampling=SamplingParams(max_tokens=1),
         workers=workers,
-        isolation=Isolation("off" if spec.isolated else config.isolate_generators),
+        isolation=Isolation(spec.isolation_mode(config.isolate_generators)),
         limits=EpisodeLimits(max_completion_length=1, max_context=1, reset_timeout=config.reset_timeout),
     )
     _, probe = inspect_environment(spec.name, spec.factory)

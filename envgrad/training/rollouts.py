@@ -237,7 +237,7 @@ class Rollouts(RolloutPlan):
             renderer=self.renderer,
             sampler=sampler,
             workers=workers,
-            isolation=Isolation("off" if spec.isolated else config.isolate_generators),
+            isolation=Isolation(spec.isolation_mode(config.isolate_generators)),
             ask_feedback=self._asks_feedback(),
             reward_sources=self.reward_sources,
             reward_weights=self.reward_weights,

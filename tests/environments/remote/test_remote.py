@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,14 @@ def test_the_contract_reads_the_same_class_here_and_there(counters):
     assert spec.reset_names >= own.reset_names and not spec.has_fork and not spec.has_get_feedback
     assert [tool.schema for tool in instance.tools] == [tool.schema for tool in own.tools]
     instance.close()
+
+
+def test_generators_of_this_process_are_swapped_for_functions_beside_the_environment_only(counters):
+    spec, probe = inspect_environment("counter", counters)
+    assert spec.isolation_mode("always") == "off"
+    assert replace(spec, shared_tools=tuple(probe.tools[:1])).isolation_mode("always") == "always"
+    assert replace(spec, elsewhere=False).isolation_mode("auto") == "auto"
+    probe.close()
 
 
 def test_reset_tools_done_and_reward(counter):
